@@ -47,7 +47,6 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prompt_tokens: int  # prefilled: of prompts, and again of answers after a preemption
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # in tokens
-    num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
     tiers: list[TierStats] | None = None  # None where nothing has happened in them
     step_costs: bytes | None = None  # now and then, an `engine.costs.table.StepCostTable` as JSON
     # Now and then, of each layer with experts since this was told before: their tokens, and how many times the mean of
@@ -413,7 +412,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     tenant_max_running: int = 0  # running slots that the tenant may hold at once; 0 is no limit
     cache_salt: str = ""  # salts it further: hits among requests of the same salt only
     pooling: Pooling | None = None
-    keeps_prefix: bool = False  # its conversation may go on: what is cached of it outlives what is not so
+    keeps_prefix: bool = False  # its conversation may go on: the prefix cache keeps its blocks for longer
     is_private: bool = False  # nothing that is computed for it leaves the KV cache
 
 

@@ -171,8 +171,6 @@ class Metrics:
         text = "How much longer than expected a request waited for its first token; negative: how much less."
         error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
         self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
-        text = "Prompts of 512 tokens or more that repeat others but for their first 256, of which fewer were found."
-        self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
         self._by_tenant = CollectorRegistry()
         text = "Requests of a tenant that were answered, by status class; 429 (refused) has one of its own."
         self._tenant_requests = Counter(
@@ -227,8 +225,6 @@ class Metrics:
             self._cache_queries.inc(stats.prefix_cache_queries)
             self._cache_hits.inc(stats.prefix_cache_hits)
             self._reused_tokens.inc(stats.prefix_cache_hits)
-        if stats.num_changed_prefixes:
-            self._changed_prefixes.inc(stats.num_changed_prefixes)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
         self.on_expert_load(stats.expert_load or ())

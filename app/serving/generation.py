@@ -181,7 +181,6 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             max_model_len=model.engine_info.max_model_len,
         )
         # Looked for once, not for each prompt: there may be many in a long body.
-        keeps_prefix = work.keeps_prefix or _will_go_on(request.body)
         is_private = _IN_MEMORY.search(request.body) is not None
         if server.settings.trace_messages and not is_private and request.span is not None:
             request.transcript = _transcript(body, prompts, model.prompts.decode)
@@ -200,7 +199,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 tenant_max_running=tenant.max_running or 0,
                 cache_salt=body.cache_salt or "",
                 pooling=work.pooling,
-                keeps_prefix=keeps_prefix,
+                keeps_prefix=work.keeps_prefix,
                 is_private=is_private,
             )
             for number, prompt in enumerate(prompts)
@@ -224,13 +223,6 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             )
             send = _send_stream if body.stream else _send_whole
             await send(server, request, work, outputs, answer)
-
-
-def _will_go_on(body: bytes) -> bool:
-    """Whether a client says of the body's prompt that it will be asked for again, by one of the fields for that. They
-    may stand in any block of a conversation, so they are looked for in the bytes; a schema that names them as well only
-    stays in the cache for longer."""
-    return b'"cache_control"' in body or b'"prompt_cache_key"' in body or b'"prompt_cache_retention"' in body
 
 
 def _transcript(

@@ -98,8 +98,6 @@ ROWS: dict[str, list[Panel]] = {
          [share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")]),
         ("Cached tokens", "none", "Per second, as the usage of ended requests tells.",
          [rate("vllm:prompt_tokens_cached_total")]),
-        ("Prompts with changing beginnings", "reqps", "They repeat others, and miss the cache.",
-         [rate("headrace:prompts_with_changing_beginning_total", filters=I)]),
     ],
     "Tiers of the KV cache": [
         ("Held", "bytes", "As the servers last looked.", [level("headrace:kv_tier_bytes", "{{instance}} {{tier}}")]),

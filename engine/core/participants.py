@@ -114,7 +114,7 @@ class StepCosts:
         return self.prefill_tokens
 
     def _tell_scheduler(self) -> None:
-        """What a token of a prompt takes, for deadlines and for what is worth to be kept."""
+        """What a token of a prompt takes, for deadlines and for whether loading is cheaper than computing."""
         self.seconds_per_prefill_token = self.table.seconds_per_prefill_token
         if self._scheduler.kv.tiers is not None:
             self._scheduler.kv.tiers.seconds_per_token = self.table.seconds_per_prompt_token

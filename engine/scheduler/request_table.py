@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from engine.messages import EventKind
 from engine.plan import owned
-from engine.scheduler.changing_prefix import ChangingPrefixes
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.steps import StepsInFlight
@@ -40,8 +39,6 @@ class RequestTable:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
         self.prefix_cache_hits = 0
-        self.num_changed_prefixes = 0
-        self._changing_prefixes = ChangingPrefixes()
 
     def add(self, request: Request) -> None:
         """Put an arrived request into the queue."""
@@ -60,7 +57,6 @@ class RequestTable:
         self.prefix_cache_hits += request.num_computed_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self.num_changed_prefixes += self._changing_prefixes.is_one(request)
 
     def preempt(self, request: Request, now: float) -> None:
         """Take a request's running slot and its blocks. The caller, which walks the queue, puts it back there

@@ -465,11 +465,10 @@ class Scheduler:
             computed_tokens=self._computed_tokens,
             prefix_cache_queries=self._table.prefix_cache_queries,
             prefix_cache_hits=self._table.prefix_cache_hits,
-            num_changed_prefixes=self._table.num_changed_prefixes,
             tiers=None if self.kv.tiers is None else self.kv.tiers.take_stats(),
         )
         self._prompt_tokens = self._computed_tokens = self._table.num_preemptions = 0
-        self._table.prefix_cache_queries = self._table.prefix_cache_hits = self._table.num_changed_prefixes = 0
+        self._table.prefix_cache_queries = self._table.prefix_cache_hits = 0
         return stats
 
     def check_integrity(self) -> None:

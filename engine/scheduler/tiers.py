@@ -37,7 +37,6 @@ BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # limits on copying loaded blocks betw
 CLOSING_SECONDS = 1.5  # limit on storing the backlog when the engine ends
 STORE_SHARE = 0.002  # part of step time that storing may take; its real cost to steps is several times as much
 MAX_CREDIT = 4  # pieces that may be stored in a row
-LATER_IS_WORTH = 512  # pieces after which one is worth half as much as the first: fewer prompts share it
 
 
 class BlockTables(Protocol):
@@ -62,7 +61,7 @@ class Tiers:
         self._kv = kv
         self._only_prompts = only_prompts
         self._loads: dict[int, Load] = {}
-        self._backlog: OrderedDict[bytes, tuple[list[bytes], float, bool]] = OrderedDict()
+        self._backlog: OrderedDict[bytes, list[bytes]] = OrderedDict()
         self._credit = 0.0
         self._hits: Counter[str] = Counter()  # tokens, by tier
         self._now = self._pause_until = float("-inf")
@@ -202,9 +201,7 @@ class Tiers:
             if len(self._backlog) == MAX_BACKLOG:
                 return
             if name not in self._backlog and not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_piece):
-                worth = (self._seconds_of_piece or 1e-3) / (1 + piece / LATER_IS_WORTH)
-                contents = self._contents(request.block_hashes[stop - size : stop])
-                self._backlog[name] = contents, worth, request.keeps_prefix
+                self._backlog[name] = self._contents(request.block_hashes[stop - size : stop])
 
     def write_back(self, seconds: float | None) -> None:
         """Store part of the backlog after a step of `seconds`; None if the engine is idle, then without a limit."""
@@ -212,10 +209,10 @@ class Tiers:
             self._credit = min(self._credit + STORE_SHARE * seconds, MAX_CREDIT * self.tier.store_seconds)
         find = self._kv.pool.find
         while self._backlog and (seconds is None or self._credit >= 0):
-            name, (contents, worth, is_living) = next(iter(self._backlog.items()))
+            name, contents = next(iter(self._backlog.items()))
             block_ids = [block_id for content in contents if (block_id := find(content)) is not None]
             if len(block_ids) == len(contents):
-                if not self.tier.store(name, block_ids, worth, is_living=is_living):
+                if not self.tier.store(name, block_ids):
                     return
                 self._credit -= self.tier.store_seconds
             del self._backlog[name]

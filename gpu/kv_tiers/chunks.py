@@ -4,7 +4,7 @@
     8   16  namespace: whose keys and values these are: weights, what computes them, layout
     24  16  name: the hash of the piece's last block, chained over all tokens before it and the tenant
     40   8  bytes of the payload
-    48   8  worth, seconds saved per MB, float64
+    48   8  not used: zeros; earlier versions wrote a number
     56  16  checksum of the payload
     72  16  keyed BLAKE2b of all that
     88      zeros up to 128, then the payload
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 128
 _MAGIC = b"HRKV\x00\x01\r\n"
-_FIELDS = struct.Struct("<8s16s16sQd16s")
+_FIELDS = struct.Struct("<8s16s16sQ8x16s")
 _SEAL_BYTES = 16
 
 
@@ -83,19 +83,19 @@ class Seal:
         self._secret = blake2b(secret, person=b"piece").digest()
         self._checksum = Checksum(self._secret, payload_bytes)
 
-    def header(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bytes:
-        fields = _FIELDS.pack(_MAGIC, self.namespace, name, len(payload), worth, self._checksum.of(payload))
+    def header(self, name: bytes, payload: NDArray[np.uint8]) -> bytes:
+        fields = _FIELDS.pack(_MAGIC, self.namespace, name, len(payload), self._checksum.of(payload))
         return (fields + self._mac(fields)).ljust(HEADER_BYTES, b"\0")
 
-    def opened(self, name: bytes, header: bytes, payload: NDArray[np.uint8]) -> float | None:
-        """What the piece is worth; None if this is not the piece of that name, whole and unchanged."""
+    def opened(self, name: bytes, header: bytes, payload: NDArray[np.uint8]) -> bool:
+        """Return True if this is the chunk of that name, whole and unchanged."""
         fields = header[: _FIELDS.size]
         if header != (fields + self._mac(fields)).ljust(HEADER_BYTES, b"\0"):
-            return None
-        magic, namespace, found, size, worth, checksum = _FIELDS.unpack(fields)
+            return False
+        magic, namespace, found, size, checksum = _FIELDS.unpack(fields)
         if (magic, namespace, found, size) != (_MAGIC, self.namespace, name, len(payload)):
-            return None
-        return float(worth) if checksum == self._checksum.of(payload) else None
+            return False
+        return bool(checksum == self._checksum.of(payload))
 
     def _mac(self, fields: bytes) -> bytes:
         return blake2b(fields, key=self._secret, digest_size=_SEAL_BYTES).digest()

@@ -1,9 +1,8 @@
-"""Chunks as files of a directory, and in memory.
+"""Chunks as files of a directory, and in memory. The least recently used ones are evicted first.
 
     DIR/key                      32 secret bytes, mode 0600
-    DIR/lock                     held while pieces are given up (flock: a process that dies lets go of it)
-    DIR/NAMESPACE/used           its time of modification is when an engine last used the namespace
-    DIR/NAMESPACE/NAME.kv        a piece; its time of modification is its rank (`gpu.kv_tiers.worth`)
+    DIR/lock                     held while chunks are evicted (flock: a process that dies lets go of it)
+    DIR/NAMESPACE/NAME.kv        a chunk; its time of modification is when it was last loaded, or stored
     DIR/NAMESPACE/*.tmp          a piece that is being written, locked by its writer
 
 A piece gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
@@ -22,16 +21,15 @@ import os
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu.kv_tiers.chunks import HEADER_BYTES, Seal, read_key
-from gpu.kv_tiers.worth import rank, victims
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +37,8 @@ PAUSE = 60.0  # seconds without writing, after writing has failed
 SCAN_INTERVAL = 1.0  # seconds at least between two looks for what other engines have written or removed
 SCAN_SHARE = 0.01  # of the time, at most, goes into looks
 AT_A_STRETCH = 1000  # files, between which others get the interpreter
-STALE = 86400.0  # seconds without an engine, after which a namespace's pieces are given up before others
+SLACK = 0.05  # share of the limit that an eviction frees in addition, so that not every chunk needs one
 _DRAFT = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
-NO_RANK = 1e9  # what is dated later (2001) is not a rank: a copy, whose rank is lost
 
 
 class DiskStore:
@@ -66,9 +63,8 @@ class DiskStore:
         self._key = key
         self._max_bytes = max_bytes
         self._clock = clock
-        self._entries: dict[bytes, int] = {}  # how often each was wanted here
+        self._entries: set[bytes] = set()
         self._lock = threading.Lock()  # of what threads that load change
-        self._floor = 0.0
         self._total = 0  # bytes of all namespaces, as last seen, and what was written since
         self._pause_until = 0.0
         self._seen: list[tuple[str, int, int]] = []
@@ -96,17 +92,13 @@ class DiskStore:
                 descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             try:
                 header = bytearray(HEADER_BYTES)
-                status = os.fstat(descriptor)
-                size, old = status.st_size, status.st_mtime
+                size = os.fstat(descriptor).st_size
                 if size != self._seal.piece_bytes or os.readv(descriptor, [header, into.data]) != size:
                     return self._cannot_use(name, f"it has {size} bytes, not {self._seal.piece_bytes}")
-                worth = self._seal.opened(name, bytes(header), into)
-                if worth is None:
+                if not self._seal.opened(name, bytes(header), into):
                     return self._cannot_use(name, "its content does not match its name or its checksum")
-                with self._lock:
-                    hits = self._entries[name] = self._entries.get(name, 0) + 1
-                with suppress(OSError):  # other engines have their own count of hits, and so had those before
-                    _set_rank(descriptor, max(rank(self._floor, worth, hits), old if old < NO_RANK else 0.0))
+                with suppress(OSError):
+                    _touch(descriptor)
                 return True
             finally:
                 os.close(descriptor)
@@ -117,8 +109,8 @@ class DiskStore:
             self._forget(name)
         return False
 
-    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
-        """Write a piece, and give up others for it. Returns whether it is there now. Never raises OSError."""
+    def store(self, name: bytes, payload: NDArray[np.uint8]) -> bool:
+        """Write a chunk, and evict others for it. Returns True if it is there now. Never raises OSError."""
         if self.find(name):
             return True
         if self._clock() < self._pause_until or self._seal.piece_bytes > self._max_bytes:
@@ -127,7 +119,7 @@ class DiskStore:
             try:
                 if not self._make_room(self._seal.piece_bytes):
                     return False
-                self._write(name, payload, worth)
+                self._write(name, payload)
             except (FileNotFoundError, BlockingIOError):
                 # It was emptied, or another engine takes the draft for one that was left.
                 self._make()
@@ -138,7 +130,7 @@ class DiskStore:
                 "the KV cache directory %s cannot be written (%s); nothing is stored for %d s", self._root, error, PAUSE
             )
             return False
-        self._entries[name] = 0
+        self._entries.add(name)
         self._total += self._seal.piece_bytes
         return True
 
@@ -150,7 +142,8 @@ class DiskStore:
 
     def _forget(self, name: bytes) -> None:
         with self._lock:
-            if self._entries.pop(name, None) is not None:
+            if name in self._entries:
+                self._entries.remove(name)
                 self._total -= self._seal.piece_bytes
 
     def refresh(self) -> None:
@@ -176,12 +169,6 @@ class DiskStore:
                 self._pause_until = math.inf
                 logger.warning("%s has another key now: nothing is stored until this engine starts again", self._root)
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        with self._opened() as folder:
-            used = os.open("used", os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
-            try:
-                os.utime(used)
-            finally:
-                os.close(used)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -198,11 +185,8 @@ class DiskStore:
             return [each for each in found if len(each.name) == length and each.is_dir(follow_symlinks=False)]
 
     def _take_over(self, names: set[bytes]) -> None:
-        entries = self._entries
-        for name in names.difference(entries):
-            entries[name] = 0
-        for name in set(entries).difference(names):
-            entries.pop(name, None)
+        self._entries |= names
+        self._entries &= names
 
     def _path(self, name: bytes) -> Path:
         return self._directory / f"{name.hex()}.kv"
@@ -212,16 +196,16 @@ class DiskStore:
         self.discard(name)
         return False
 
-    def _write(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> None:
+    def _write(self, name: bytes, payload: NDArray[np.uint8]) -> None:
         draft = f"{name.hex()}.{os.getpid()}.{threading.get_native_id()}.tmp"
-        header = self._seal.header(name, payload, worth)
+        header = self._seal.header(name, payload)
         with self._opened() as folder:
             descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.writev(descriptor, [header, payload.data]) != self._seal.piece_bytes:
                     raise OSError("it is full")
-                _set_rank(descriptor, rank(self._floor, worth, 0))
+                _touch(descriptor)
                 os.rename(draft, self._path(name).name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
@@ -231,7 +215,7 @@ class DiskStore:
                 os.close(descriptor)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Give up pieces of any namespace until so many bytes fit. Returns False while another engine does so."""
+        """Evict chunks of any namespace until so many bytes fit. Returns False while another engine does so."""
         if self._total + num_bytes <= self._max_bytes:
             return True
         with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600), "wb") as lock:
@@ -239,24 +223,27 @@ class DiskStore:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            entries = self._scan_all()
-            for value, size, path in victims(entries, self._total + num_bytes, self._max_bytes):
-                self._floor = max(self._floor, value)
+            for _, size, path in sorted(self._scan_all()):
+                if self._total + num_bytes <= self._max_bytes * (1 - SLACK):
+                    break
                 with suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(path)
                 self._total -= size
                 folder, file_name = os.path.split(path)
                 if folder == str(self._directory) and (name := _name_of(file_name)) is not None:
-                    self._entries.pop(name, None)
+                    self._entries.discard(name)
         return self._total + num_bytes <= self._max_bytes
 
-    def _scan_all(self) -> list[tuple[float, int, str]]:
-        """Rank, size and path of every piece, also of other namespaces. Removes what dead writers have left."""
-        found: list[tuple[float, int, str]] = []
+    def _scan_all(self) -> list[tuple[int, int, str]]:
+        """Return the time of last use, size and path of each chunk of all namespaces. Removes drafts of dead writers.
+
+        A time in the future counts as 0: the clock was set back since.
+        """
+        found: list[tuple[int, int, str]] = []
         names: set[bytes] = set()
+        now = time.time_ns()
         for folder in self._namespaces():
             with suppress(OSError):
-                is_stale = not _was_used(folder)
                 for number, file in enumerate(os.scandir(folder.path), 1):
                     if number % AT_A_STRETCH == 0:
                         time.sleep(0.001)
@@ -265,21 +252,13 @@ class DiskStore:
                     elif (name := _name_of(file.name)) is not None:
                         with suppress(FileNotFoundError):
                             status = file.stat(follow_symlinks=False)
-                            value = 0.0 if is_stale or status.st_mtime >= NO_RANK else status.st_mtime
-                            found.append((value, status.st_size, file.path))
+                            used = status.st_mtime_ns
+                            found.append((used if used <= now else 0, status.st_size, file.path))
                             if folder.name == self._directory.name:
                                 names.add(name)
         self._take_over(names)
         self._total = sum(size for _, size, _ in found)
-        if self._total > self._max_bytes // 2:  # the lowest rank there is: a restart must not begin below it
-            self._floor = max(self._floor, min((value for value, _, _ in found if value), default=0.0))
         return found
-
-
-def _was_used(namespace: os.DirEntry[str]) -> bool:
-    with suppress(OSError):
-        return time.time() - os.stat(os.path.join(namespace.path, "used")).st_mtime < STALE
-    return False
 
 
 def _name_of(file_name: str) -> bytes | None:
@@ -292,8 +271,10 @@ def _name_of(file_name: str) -> bytes | None:
     return None
 
 
-def _set_rank(descriptor: int, value: float) -> None:
-    os.utime(descriptor, ns=(time.time_ns(), int(value * 1e9)))
+def _touch(descriptor: int) -> None:
+    """Set a file's times to now, more exactly than the kernel would."""
+    now = time.time_ns()
+    os.utime(descriptor, ns=(now, now))
 
 
 def _remove_if_left(path: str) -> None:
@@ -311,14 +292,6 @@ def _remove_if_left(path: str) -> None:
 # Pieces in the memory of the host, for a device that has a memory of its own. Gone with the process.
 
 
-@dataclass(slots=True)
-class _Entry:
-    payload: NDArray[np.uint8]
-    worth: float
-    rank: float
-    hits: int = 0
-
-
 class RamStore:
     """As `gpu.kv_tiers.stores.DiskStore`. What other threads load is never written to again."""
 
@@ -326,9 +299,8 @@ class RamStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()  # the least recently used first
         self._lock = threading.Lock()
-        self._floor = 0.0
         self.num_bytes = 0
 
     def find(self, name: bytes) -> bool:
@@ -336,31 +308,28 @@ class RamStore:
 
     def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
         with self._lock:
-            entry = self._entries.get(name)
-            if entry is None:
+            payload = self._entries.get(name)
+            if payload is None:
                 return False
-            entry.hits += 1
-            entry.rank = rank(self._floor, entry.worth, entry.hits)
-        np.copyto(into, entry.payload)
+            self._entries.move_to_end(name)
+        np.copyto(into, payload)
         return True
 
-    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+    def store(self, name: bytes, payload: NDArray[np.uint8]) -> bool:
         if len(payload) > self._max_bytes:
             return False
         with self._lock:
             if name not in self._entries:
-                entries = ((entry.rank, len(entry.payload), name) for name, entry in self._entries.items())
-                for value, size, victim in victims(entries, self.num_bytes + len(payload), self._max_bytes):
-                    self._floor = max(self._floor, value)
-                    del self._entries[victim]
-                    self.num_bytes -= size
-                self._entries[name] = _Entry(payload.copy(), worth, rank(self._floor, worth, 0))
+                while self.num_bytes + len(payload) > self._max_bytes:
+                    _, evicted = self._entries.popitem(last=False)
+                    self.num_bytes -= len(evicted)
+                self._entries[name] = payload.copy()
                 self.num_bytes += len(payload)
         return True
 
     def discard(self, name: bytes) -> None:
         with self._lock:
-            if (entry := self._entries.pop(name, None)) is not None:
-                self.num_bytes -= len(entry.payload)
+            if (payload := self._entries.pop(name, None)) is not None:
+                self.num_bytes -= len(payload)
 
     def refresh(self) -> None: ...

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from engine.messages import TierStats
 from gpu.kv_tiers.chunks import KVMemory, nothing_to_wait_for
-from gpu.kv_tiers.worth import LIVING
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class BlockStore(Protocol):
     def num_bytes(self) -> int: ...
     def find(self, name: bytes) -> bool: ...
     def load(self, name: bytes, into: NDArray[np.uint8]) -> bool: ...
-    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool: ...
+    def store(self, name: bytes, payload: NDArray[np.uint8]) -> bool: ...
     def discard(self, name: bytes) -> None: ...
     def refresh(self) -> None: ...
 
@@ -170,9 +169,8 @@ class KVTier:
         self._read_on()
         return found
 
-    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool:
-        """Copy a piece, to be stored behind the steps. It is worth what it took to compute, or less if few will ask for
-        it. Returns False if that has to wait until others are stored."""
+    def store(self, name: bytes, block_ids: Sequence[int]) -> bool:
+        """Copy a chunk, which a thread then stores. Returns False while all buffers are in use."""
         if not self._free:
             return False
         buffer = self._free.popleft()
@@ -185,8 +183,7 @@ class KVTier:
             self._free.append(buffer)
             raise
         self._copy_seconds = _average(self._copy_seconds, time.perf_counter() - began)
-        worth = worth_seconds / self.payload_bytes * 1e6 * (LIVING if is_living else 1.0)
-        self._tasks.put(partial(self._store, name, buffer, wait, worth))
+        self._tasks.put(partial(self._store, name, buffer, wait))
         return True
 
     def discard(self, names: Iterable[bytes]) -> None:
@@ -290,12 +287,12 @@ class KVTier:
             except Exception:
                 logger.exception("storing a piece of the KV cache has failed")
 
-    def _store(self, name: bytes, buffer: NDArray[np.uint8], wait: Callable[[], None], worth: float) -> None:
+    def _store(self, name: bytes, buffer: NDArray[np.uint8], wait: Callable[[], None]) -> None:
         try:
             wait()
             began, cpu_began = time.perf_counter(), time.thread_time()
             for store in self._stores:
-                if store.store(name, buffer, worth):
+                if store.store(name, buffer):
                     took = time.perf_counter() - began
                     self._count(store.name, stored_bytes=self.payload_bytes, store_seconds=took)
             # The steps run on several cores, of which this takes one.

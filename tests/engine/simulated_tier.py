@@ -77,7 +77,7 @@ class SimulatedTier:
         arrived, self._wanted = self._wanted[:count], self._wanted[count:]
         return [(ticket, index, self._copy_in(name, block_ids)) for ticket, index, name, block_ids in arrived]
 
-    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool:
+    def store(self, name: bytes, block_ids: Sequence[int]) -> bool:
         if self._draw.random() < 0.2:
             return False
         self._run_what_is_queued()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -22,12 +21,9 @@ class StillTier(SimulatedTier):
     """One in which nothing fails, and a load ends when the test says so."""
 
     arrives = takes = pays = True
-    living: list[bool]  # of each piece that was stored, whether its conversation may go on
 
-    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool:
-        is_stored = self.takes and super().store(name, block_ids, worth_seconds, is_living=is_living)
-        self.living += [is_living] * is_stored
-        return is_stored
+    def store(self, name: bytes, block_ids: Sequence[int]) -> bool:
+        return self.takes and super().store(name, block_ids)
 
     def poll(self, seconds: float) -> list[tuple[int, int, str | None]]:
         wanted, self._wanted = (self._wanted, []) if self.arrives else ([], self._wanted)
@@ -44,7 +40,6 @@ def core_with_tier(pieces: SimulatedTier | None = None, **options: int | bool) -
     tier = StillTier(executor, dict.fromkeys(range(executor.num_blocks), ""), blocks_per_piece=2, failures=0.0)
     if pieces is not None:
         tier.pieces = pieces.pieces
-    tier.living = []
     executor.tier = tier
     return EngineCore(core.config, executor), tier
 
@@ -235,15 +230,6 @@ def test_what_cannot_be_trusted_is_not_kept() -> None:
     assert isinstance(core.executor, CheckedExecutor)
 
 
-def test_a_conversation_that_may_go_on_is_worth_more() -> None:
-    core, tier = core_with_tier()
-    for salt, keeps in (("", False), ("living", True)):
-        request = make_request(PROMPT, max_tokens=1)
-        request.cache_salt, request.keeps_prefix = salt, keeps
-        run(core, request)
-    assert tier.living == [False] * 4 + [True] * 4
-
-
 def test_an_engine_that_ends_stores_what_waits_for_a_moment(caplog: pytest.LogCaptureFixture) -> None:
     for takes, stored in ((True, 4), (False, 0)):
         now = [0.0]
@@ -293,26 +279,3 @@ def test_nothing_is_loaded_or_stored_while_that_would_not_pay(filled: StillTier)
         core.scheduler.kv.reset()
         run(core, make_request([*PROMPT, 1, 2, *PROMPT], max_tokens=1))
         assert bool(tier.seen["loads"]) == bool(tier.seen["stores"]) == pays
-
-
-def test_prompts_that_repeat_behind_a_changing_beginning_are_counted() -> None:
-    core = make_core(num_blocks=512, max_model_len=1024, max_num_batched_tokens=1024)
-    draw = random.Random(0)
-    text = [draw.randrange(1000) for _ in range(700)]
-
-    def counted(*prompt: int) -> int:
-        core.add(make_request(prompt, max_tokens=1))
-        total = 0
-        while core.has_work:
-            total += core.step().stats.num_changed_prefixes
-        return total
-
-    assert counted(*text) == 0  # new
-    assert counted(*text) == 0  # found
-    assert counted(*text[:650], 5) == 0
-    assert counted(1, 2, 3, *text) == 1
-    assert counted(4, *text) == 1  # again, at other places
-    core.scheduler.kv.reset()
-    assert counted(*text) == 0  # it had to be given up
-    assert counted(*(draw.randrange(1000) for _ in range(700))) == 0
-    assert counted(9, *text[:300]) == 0  # too short to say

@@ -10,6 +10,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -30,13 +31,23 @@ FORK = multiprocessing.get_context("fork")
 def test_what_was_stored_is_found_after_a_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert not store.find(name(1))
-    assert store.store(name(1), payload(1), 1.0)
+    assert store.store(name(1), payload(1))
     assert file_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
     assert (tmp_path / (b"n" * 16).hex()).stat().st_mode & 0o777 == 0o700
     again = open_store(tmp_path)
     assert again.find(name(1))
     assert is_right(again, 1)
     assert loaded(again, 2) is None
+
+
+def test_a_piece_of_an_earlier_version_is_found(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.store(name(1), payload(1))
+    path, seal = file_of(tmp_path, 1), store._seal
+    content = path.read_bytes()
+    fields = content[:48] + struct.pack("<d", 1.5) + content[56:72]  # it had a number where zeros are now
+    path.write_bytes((fields + seal._mac(fields)).ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
+    assert is_right(open_store(tmp_path), 1)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,7 @@ def test_a_piece_with_a_flipped_bit_is_a_miss_and_is_removed(
     place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(tmp_path)
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     path = file_of(tmp_path, 1)
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << place % 8
@@ -61,7 +72,7 @@ def test_a_piece_with_a_flipped_bit_is_a_miss_and_is_removed(
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4096, HEADER_BYTES + SIZE - 1])
 def test_a_piece_that_was_cut_is_a_miss(length: int, tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     os.truncate(file_of(tmp_path, 1), length)
     assert loaded(store, 1) is None
     assert not list(tmp_path.glob("*/*.kv"))
@@ -70,7 +81,7 @@ def test_a_piece_that_was_cut_is_a_miss(length: int, tmp_path: Path) -> None:
 def test_a_piece_under_another_name_in_another_space_or_of_another_key_is_a_miss(tmp_path: Path) -> None:
     store, other = open_store(tmp_path), open_store(tmp_path, space=b"m" * 16)
     for number in (1, 2, 3):
-        store.store(name(number), payload(number), 1.0)
+        store.store(name(number), payload(number))
     file_of(tmp_path, 1).rename(file_of(tmp_path, 1).with_name(f"{name(9).hex()}.kv"))
     (file_of(tmp_path, 2)).rename(tmp_path / (b"m" * 16).hex() / f"{name(2).hex()}.kv")
     assert loaded(open_store(tmp_path), 9) is None
@@ -81,7 +92,7 @@ def test_a_piece_under_another_name_in_another_space_or_of_another_key_is_a_miss
 def test_a_piece_is_no_link_and_no_folder(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in (1, 2):
-        store.store(name(number), payload(number), 1.0)
+        store.store(name(number), payload(number))
     path = file_of(tmp_path, 1)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -96,7 +107,7 @@ def test_a_piece_is_no_link_and_no_folder(tmp_path: Path) -> None:
 @pytest.mark.timeout(10)
 def test_a_pipe_in_place_of_a_piece_or_of_the_key_is_no_wait(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     path = file_of(tmp_path, 1)
     for pipe in (path, tmp_path / "key"):
         pipe.unlink(missing_ok=True)
@@ -134,22 +145,22 @@ def test_a_directory_that_is_removed_or_emptied_is_made_again(tmp_path: Path, ca
     store = DiskStore(tmp_path, Seal(SECRET, SPACES[0], SIZE), 2**30, key=key, clock=lambda: now[0])
     removals: list[Callable[[Path], object]] = [Path.exists, shutil.rmtree, empty]
     for number, remove in enumerate(removals):
-        assert store.store(name(number), payload(number), 1.0)
+        assert store.store(name(number), payload(number))
         remove(tmp_path)
         now[0] += PAUSE / 2
         store.refresh()
         assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
         assert read_key(tmp_path / "key") == key
     shutil.rmtree(tmp_path)
-    assert not store.store(name(8), payload(8), 1.0)
-    assert store.store(name(8), payload(8), 1.0)
+    assert not store.store(name(8), payload(8))
+    assert store.store(name(8), payload(8))
     assert caplog.text.count("was removed or emptied, and is made again") == 3
     empty(tmp_path)
     read_key(tmp_path / "key")
     for _ in range(2):
         now[0] += 3600.0
         store.refresh()
-        assert not store.store(name(9), payload(9), 1.0)
+        assert not store.store(name(9), payload(9))
     assert caplog.text.count("has another key now") == 1
 
 
@@ -170,7 +181,7 @@ def test_what_torch_computes_with_is_a_namespace_of_its_own() -> None:
 
 def test_other_engines_pieces_are_seen(tmp_path: Path) -> None:
     one, other = open_store(tmp_path), open_store(tmp_path)
-    one.store(name(1), payload(1), 1.0)
+    one.store(name(1), payload(1))
     other.refresh()
     assert is_right(other, 1)
     one.discard(name(1))
@@ -181,13 +192,13 @@ def test_other_engines_pieces_are_seen(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     store = DiskStore(tmp_path, Seal(SECRET, b"n" * 16, SIZE), 2**30, clock=lambda: now[0])
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, hard))
     try:
-        assert not store.store(name(2), payload(2), 1.0)
-        assert not store.store(name(3), payload(3), 1.0)
+        assert not store.store(name(2), payload(2))
+        assert not store.store(name(3), payload(3))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
@@ -196,7 +207,7 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path: Path, caplog: pytest
     assert is_right(store, 1)  # what is there still serves
     assert not list(tmp_path.glob("*/*.tmp"))
     now[0] += PAUSE
-    assert store.store(name(2), payload(2), 1.0)
+    assert store.store(name(2), payload(2))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of 1 MB")
@@ -206,7 +217,7 @@ def test_a_file_system_without_room(tmp_path: Path, caplog: pytest.LogCaptureFix
         pytest.skip("this machine mounts nothing")
     try:
         store = open_store(tmp_path)
-        stored = [store.store(name(number), payload(number), 1.0) for number in range(300)]
+        stored = [store.store(name(number), payload(number)) for number in range(300)]
         assert any(stored)
         assert not all(stored)
         assert os.strerror(errno.ENOSPC) in caplog.text or "it is full" in caplog.text
@@ -214,7 +225,7 @@ def test_a_file_system_without_room(tmp_path: Path, caplog: pytest.LogCaptureFix
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
         caplog.clear()
         again = open_store(tmp_path)
-        assert not again.store(name(999), payload(999), 1.0)
+        assert not again.store(name(999), payload(999))
         assert "cannot be written" in caplog.text
         assert is_right(again, 0)
     finally:
@@ -256,7 +267,7 @@ for _ in range(rounds):
         found = loaded(store, number)
         assert found is None or np.array_equal(found, payload(number)), "wrong content"
     else:
-        store.store(name(number), payload(number), 1.0)
+        store.store(name(number), payload(number))
     store.refresh()
 """
 
@@ -308,7 +319,7 @@ def test_engines_that_share_a_directory_never_read_what_is_wrong(tmp_path: Path)
 
 def test_a_process_without_descriptors_gives_up_no_piece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(tmp_path)
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

@@ -41,7 +41,7 @@ class HangingStore:
         self.has_got_on |= not self.go_on.wait(60)
         return True
 
-    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+    def store(self, name: bytes, payload: NDArray[np.uint8]) -> bool:
         self.has_got_on |= not self.go_on.wait(60)
         return True
 
@@ -58,7 +58,7 @@ def hanging_tier() -> tuple[KVTier, HangingStore]:
 def test_an_end_does_not_wait_for_what_hangs() -> None:
     tier, store = hanging_tier()
     tier.load([NAME] * 20, [[block] for block in range(20)])
-    tier.store(NAME, [30], 1.0, is_living=False)
+    tier.store(NAME, [30])
     tier.close()
     assert not store.has_got_on, "everything was still hanging when the end was over"
     store.go_on.set()
@@ -121,9 +121,9 @@ def test_no_buffer_is_lost_where_there_was_no_memory_for_it() -> None:
     tier = KVTier(ForgetfulMemory([np.zeros((32, 16), np.uint8)]), b"k" * 32, 1, 16, lambda: [store])
     for _ in range(NUM_BUFFERS):
         with pytest.raises(MemoryError):
-            tier.store(NAME, [1], 1.0, is_living=False)
+            tier.store(NAME, [1])
     assert not tier.is_storing
-    assert tier.store(NAME, [1], 1.0, is_living=False)
+    assert tier.store(NAME, [1])
     tier.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,38 +18,56 @@ from engine.errors import ConfigError
 from gpu.device import tables
 from gpu.kv_tiers.chunks import HEADER_BYTES, HostMemory, Seal, TorchMemory
 from gpu.kv_tiers.opening import check_tiers
-from gpu.kv_tiers.stores import STALE, DiskStore, RamStore
+from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import MEASURE_AGAIN, KVTier
 from gpu.runner.runner import WorkerOptions
 from tests.gpu.kv_stores import SECRET, SIZE, SPACES, file_of, is_right, loaded, name, open_store, payload
 
 
-def test_the_directory_keeps_to_its_size_and_a_scan_does_not_push_out_what_is_used(tmp_path: Path) -> None:
+def test_the_directory_keeps_to_its_size_and_evicts_the_least_recently_used_over_restarts(
+    tmp_path: Path,
+) -> None:
+    limit = 50 * (SIZE + HEADER_BYTES)
     store = open_store(tmp_path, max_pieces=50)
-    for number in range(20):
-        store.store(name(number), payload(number), 1.0)
-    for _ in range(3):
-        assert all(loaded(store, number) is not None for number in range(20))
-    for number in range(100, 190):  # passes through once
-        store.store(name(number), payload(number), 1.0)
-        assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= 50 * (SIZE + HEADER_BYTES)
-    assert all(store.find(name(number)) for number in range(20))
-    store = open_store(tmp_path, max_pieces=50)  # ranks outlive a restart
-    for number in range(200, 220):
-        store.store(name(number), payload(number), 1.0)
-    assert all(store.find(name(number)) for number in range(20))
-    for number in range(300, 800):  # but nothing is kept for ever
-        store.store(name(number), payload(number), 1.0)
+    for number in range(300):
+        if number >= 20:
+            assert all(is_right(store, used) for used in range(20))
+        if number % 100 == 99:
+            store = open_store(tmp_path, max_pieces=50)
+        store.store(name(number), payload(number))
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= limit
+    kept = [number for number in range(300) if store.find(name(number))]
+    assert kept == [*range(20), *range(300 - len(kept) + 20, 300)]
+    for number in range(300, 360):  # what is not used any more goes
+        store.store(name(number), payload(number))
     assert not any(store.find(name(number)) for number in range(20))
 
 
-def test_what_is_worth_more_is_kept_for_longer(tmp_path: Path) -> None:
-    for store in (open_store(tmp_path, max_pieces=20), RamStore(20 * SIZE)):
-        for number in range(40):
-            store.store(name(number), payload(number), 4.0 if number % 2 else 1.0)
-        kept = [number for number in range(30) if store.find(name(number))]
-        assert kept
-        assert all(number % 2 for number in kept)
+def test_the_host_memory_evicts_the_least_recently_used() -> None:
+    draw, store = random.Random(0), RamStore(20 * SIZE)
+    model: list[int] = []  # the least recently used first
+    for _ in range(1000):
+        number = draw.randrange(40)
+        if draw.random() < 0.5:
+            assert (loaded(store, number) is not None) == (number in model)
+            used = number in model
+        else:
+            assert store.store(name(number), payload(number))
+            used = number not in model
+        if used:
+            model = [*(each for each in model if each != number), number][-20:]
+        assert [each for each in range(40) if store.find(name(each))] == sorted(model)
+
+
+def test_a_chunk_that_is_dated_in_the_future_goes_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_pieces=4)
+    for number in range(4):
+        store.store(name(number), payload(number))
+    tomorrow = time.time() + 86400.0
+    os.utime(file_of(tmp_path, 3), (tomorrow, tomorrow))
+    store.store(name(4), payload(4))
+    assert not store.find(name(3))
+    assert is_right(store, 4)
 
 
 def test_the_limit_is_that_of_the_directory_whatever_is_kept_there_by_whom(tmp_path: Path) -> None:
@@ -59,7 +78,7 @@ def test_the_limit_is_that_of_the_directory_whatever_is_kept_there_by_whom(tmp_p
         now[0] += 3600.0  # a look every so often
         for store in stores:
             store.refresh()
-            assert store.store(name(number), payload(number), 1.0)
+            assert store.store(name(number), payload(number))
             assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= limit
     stores[0].refresh()
     now[0] += 3600.0
@@ -70,7 +89,7 @@ def test_the_limit_is_that_of_the_directory_whatever_is_kept_there_by_whom(tmp_p
 def test_what_is_forgotten_takes_no_room(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(4):
-        store.store(name(number), payload(number), 1.0)
+        store.store(name(number), payload(number))
     store.discard(name(0))
     store.discard(name(0))
     file_of(tmp_path, 1).unlink()
@@ -79,44 +98,22 @@ def test_what_is_forgotten_takes_no_room(tmp_path: Path) -> None:
     assert store.num_bytes == SIZE + HEADER_BYTES
 
 
-def test_a_copy_that_is_dated_today_does_not_outrank_what_is_used(tmp_path: Path) -> None:
-    for number in range(8):
-        open_store(tmp_path).store(name(number), payload(number), 1.0)
-    for number in range(4):
-        os.utime(file_of(tmp_path, number))
-    store = open_store(tmp_path, max_pieces=8)
-    assert store.store(name(8), payload(8), 1.0)
-    assert all(is_right(store, number) for number in range(4, 9))
-
-
-def test_a_load_lowers_no_rank(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.store(name(1), payload(1), 1.0)
-    for _ in range(6):
-        assert is_right(store, 1)
-    rank = file_of(tmp_path, 1).stat().st_mtime
-    assert is_right(open_store(tmp_path), 1)
-    assert file_of(tmp_path, 1).stat().st_mtime == rank
-
-
 def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(20):
-        store.store(name(number), payload(number), 1.0)
+        store.store(name(number), payload(number))
     store = open_store(tmp_path, max_pieces=10)
     assert 0 < store.num_bytes <= 10 * (SIZE + HEADER_BYTES)
     assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
 
 
-def test_what_no_engine_has_used_for_a_day_goes_first(tmp_path: Path) -> None:
+def test_the_chunks_of_a_namespace_that_no_engine_uses_go_first(tmp_path: Path) -> None:
     old = open_store(tmp_path, space=SPACES[0])
     for number in range(10):
-        old.store(name(number), payload(number), 9.0)
-    yesterday = time.time() - STALE
-    os.utime(tmp_path / SPACES[0].hex() / "used", (yesterday, yesterday))
+        old.store(name(number), payload(number))
     new = open_store(tmp_path, space=SPACES[1], max_pieces=12)
     for number in range(20, 30):
-        assert new.store(name(number), payload(number), 1.0)
+        assert new.store(name(number), payload(number))
     assert all(is_right(new, number) for number in range(20, 30))
 
 
@@ -125,15 +122,15 @@ def test_what_is_larger_than_the_limit_pushes_nobody_out(tmp_path: Path) -> None
         (open_store(tmp_path), DiskStore(tmp_path, Seal(SECRET, b"m" * 16, 5 * SIZE), 4 * SIZE)),
         (ram := RamStore(4 * SIZE), ram),
     ):
-        assert all(small.store(name(number), payload(number), 1.0) for number in range(3))
-        assert not large.store(name(9), payload(9, 5 * SIZE), 9.0)
+        assert all(small.store(name(number), payload(number)) for number in range(3))
+        assert not large.store(name(9), payload(9, 5 * SIZE))
         assert all(is_right(small, number) for number in range(3))
 
 
 def test_the_host_memory_gives_back_what_it_was_given_and_keeps_to_its_size() -> None:
     store = RamStore(10 * SIZE)
     for number in range(30):
-        store.store(name(number), payload(number), 1.0)
+        store.store(name(number), payload(number))
         assert store.num_bytes <= 10 * SIZE
         assert is_right(store, number)
     store.discard(name(29))
@@ -190,32 +187,9 @@ def test_a_load_that_stood_behind_other_work_does_not_end_storing() -> None:
 
 def test_a_folder_in_place_of_a_piece_keeps_nobody_from_making_room(tmp_path: Path) -> None:
     store = open_store(tmp_path, max_pieces=4)
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     file_of(tmp_path, 1).with_name(f"{name(99).hex()}.kv").mkdir()
-    assert all(store.store(name(number), payload(number), 1.0) for number in range(2, 12))
-
-
-class Watched(dict[bytes, Any]):
-    """Counts who of it is looked at."""
-
-    num_seen = 0
-
-    def items(self) -> Any:
-        for item in super().items():
-            self.num_seen += 1
-            yield item
-
-
-def test_the_host_memory_ranks_its_pieces_only_where_room_is_made() -> None:
-    store = RamStore(100 * SIZE)
-    store._entries = entries = Watched()
-    for number in range(100):
-        store.store(name(number), payload(number), 1.0)
-    assert entries.num_seen == 0
-    for number in range(100, 106):
-        store.store(name(number), payload(number), 1.0)
-    assert entries.num_seen == 100
-    assert len(entries) <= 100
+    assert all(store.store(name(number), payload(number)) for number in range(2, 12))
 
 
 class Stalls(TorchDispatchMode):
@@ -269,7 +243,7 @@ def test_a_link_in_place_of_a_namespace_is_not_followed(tmp_path: Path) -> None:
     (folder / (b"n" * 16).hex()).symlink_to(elsewhere)
     before = {path.name: path.stat().st_mtime_ns for path in elsewhere.iterdir()}
     store = open_store(folder)
-    assert not store.store(name(1), payload(1), 1.0)
+    assert not store.store(name(1), payload(1))
     assert loaded(store, 7) is None
     store.discard(name(7))
     store.refresh()
@@ -280,7 +254,7 @@ def test_foreign_files_in_a_namespace_are_left_alone_and_opened_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path, max_pieces=4)
-    store.store(name(1), payload(1), 1.0)
+    store.store(name(1), payload(1))
     namespace = file_of(tmp_path, 1).parent
     foreign = [namespace / f"{number}.{kind}" for number in range(200) for kind in ("tmp", "txt", "kv")]
     for path in foreign:
@@ -295,6 +269,6 @@ def test_foreign_files_in_a_namespace_are_left_alone_and_opened_by_nobody(
 
     monkeypatch.setattr("gpu.kv_tiers.stores._remove_if_left", remove)
     store = open_store(tmp_path, max_pieces=4)
-    assert all(store.store(name(number), payload(number), 1.0) for number in range(2, 12))
+    assert all(store.store(name(number), payload(number)) for number in range(2, 12))
     assert opened == [str(left)]
     assert all(path.exists() for path in foreign)

@@ -10,7 +10,7 @@ kv_events    Events of the prefix cache, and the hashes that name prompt prefixe
 child_main   The start of a bounded child process: limits, framing, and the watchdog that ends it with its parent.
 messages     Requests, outputs and stats: the structs that cross the seams.
 config       The engine's configuration and the clock.
-fairness     Threads that serve tenants in turn.
+fairness     Fair sharing between tenants: a queue, threads and a cache.
 child        Child processes under limits: start, deadline, framing and end.
 plan         The plan of one step, its output, and the KV groups of a model.
 snapshot     A snapshot of an engine for operators, as JSON.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -20,6 +19,7 @@ from app.config.settings import Settings, SettingsError
 from app.http.record import RequestRecord
 from app.http.scope import RequestScope
 from app.observability.metrics import Loss
+from engine.fairness import TenantLRU
 
 logger = logging.getLogger(__name__)
 
@@ -106,55 +106,21 @@ LEAST_BYTES: Final = 2**20  # for all of them
 
 
 class Timelines:
-    """Timelines of ended requests, as JSON. The oldest of the tenant that has the most is forgotten first."""
+    """The timelines of ended requests, as JSON. The oldest timeline of the tenant that has most is dropped first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._num_kept = 0
-        self._max_bytes = max(LEAST_BYTES, BYTES_PER_TIMELINE * size)
-        self._num_bytes: Counter[str] = Counter()  # by tenant
-        self._bytes_in_all = 0
-        self._kept: dict[str, OrderedDict[str, bytes]] = {}  # by tenant and request id
+        self._kept: TenantLRU[bytes] = TenantLRU(size, max(LEAST_BYTES, BYTES_PER_TIMELINE * size))
 
     def keep(self, request: RequestScope, status: int, end: float) -> None:
         """Remember a generation request that has ended at `end`."""
-        if not self._size:
-            return
-        tenant, story = request.tenant.name, orjson.dumps(timeline(request, status, end))
-        own = self._kept.setdefault(tenant, OrderedDict())
-        self._count(tenant, own.pop(request.request_id, None), -1)
-        own[request.request_id] = story
-        self._count(tenant, story, 1)
-        while self._num_kept > 1 and (self._num_kept > self._size or self._bytes_in_all > self._max_bytes):
-            self._forget_one(tenant)
-
-    def _count(self, tenant: str, story: bytes | None, change: int) -> None:
-        if story is not None:
-            self._num_kept += change
-            self._num_bytes[tenant] += change * len(story)
-            self._bytes_in_all += change * len(story)
-
-    def _forget_one(self, latest: str) -> None:
-        limit, size_of = self._max_bytes, self._num_bytes_of
-        if self._num_kept > self._size:
-            limit, size_of = self._size, self._num_kept_of
-        tenant = latest
-        if self._num_kept_of(latest) == 1 or size_of(latest) * len(self._kept) <= limit:  # else it has the most
-            tenant = max(self._kept, key=size_of)
-        self._count(tenant, self._kept[tenant].popitem(last=False)[1], -1)
-        if not self._kept[tenant]:
-            del self._kept[tenant], self._num_bytes[tenant]
-
-    def _num_kept_of(self, tenant: str) -> int:
-        return len(self._kept[tenant])
-
-    def _num_bytes_of(self, tenant: str) -> int:
-        return self._num_bytes[tenant]
+        if self._size:
+            story = orjson.dumps(timeline(request, status, end))
+            self._kept.keep(request.tenant.name, request.request_id, story, len(story))
 
     def find(self, request_id: str, tenant: str) -> bytes | None:
         """A tenant's own request as JSON, if it is still remembered."""
-        own = self._kept.get(tenant)
-        return None if own is None else own.get(request_id)
+        return self._kept.find(tenant, request_id)
 
 
 def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:

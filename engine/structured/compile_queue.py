@@ -1,4 +1,4 @@
-"""The queue of grammars to compile, and the cache of compiled ones.
+"""The queue of grammars to compile.
 
 Clients decide how much work there is and leave whenever they like, so:
 
@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
+from engine.fairness import RoundRobin
 from engine.messages import EngineCoreRequest, StructuredOutput
 
 COMPILER_THREADS = 2
@@ -51,45 +51,6 @@ class Owner(NamedTuple):
 Key = tuple[Owner, StructuredOutput]
 
 
-class Turns(Generic[T]):
-    """A line for each tenant that has something in it, and whose turn it is. Looks at no more lines than are busy."""
-
-    def __init__(self) -> None:
-        self._lines: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()  # the first one's turn is next
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def push(self, tenant: str, item: T) -> None:
-        """Put an item, which is in no line yet, at the end of its tenant's; a tenant without one is last in turn."""
-        self._lines.setdefault(tenant, OrderedDict())[item] = None
-        self._size += 1
-
-    def discard(self, tenant: str, item: T) -> None:
-        """Take an item out of the line, if it is still there."""
-        line = self._lines.get(tenant)
-        if line is not None and item in line:
-            del line[item]
-            self._size -= 1
-            if not line:
-                del self._lines[tenant]
-
-    def pop(self, busy: Collection[str] = ()) -> T | None:
-        """The oldest item of the tenant whose turn it is, those that are `busy` passed over. None if there is none."""
-        tenant = next((tenant for tenant in self._lines if tenant not in busy), None)
-        if tenant is None:
-            return None
-        line = self._lines[tenant]
-        item, _ = line.popitem(last=False)
-        self._size -= 1
-        if line:
-            self._lines.move_to_end(tenant)
-        else:
-            del self._lines[tenant]
-        return item
-
-
 class _Job(Generic[T]):
     """One compilation and those who wait for it."""
 
@@ -109,8 +70,8 @@ class CompileQueue(Generic[T]):
         self._work = work
         self._lock = threading.Lock()
         self._jobs: dict[Key, _Job[T]] = {}  # queued, and being compiled
-        self._small: Turns[_Job[T]] = Turns()
-        self._large: Turns[_Job[T]] = Turns()
+        self._small: RoundRobin[_Job[T]] = RoundRobin()
+        self._large: RoundRobin[_Job[T]] = RoundRobin()
         self._num_threads = 0
         self._large_is_running = False
         self._running: list[str] = []  # the tenants of what is being compiled
@@ -153,7 +114,7 @@ class CompileQueue(Generic[T]):
         else:
             self._num_threads += 1
 
-    def _line_of(self, job: _Job[T]) -> Turns[_Job[T]]:
+    def _line_of(self, job: _Job[T]) -> RoundRobin[_Job[T]]:
         return self._large if job.is_large else self._small
 
     def _leave(self, job: _Job[T], future: Future[T]) -> None:
@@ -165,10 +126,7 @@ class CompileQueue(Generic[T]):
 
     def _drop(self, job: _Job[T]) -> None:
         """Forget a job if it has not begun."""
-        line = self._line_of(job)
-        num_before = len(line)
-        line.discard(job.key[0].tenant, job)
-        if len(line) < num_before:
+        if self._line_of(job).discard(job.key[0].tenant, job):
             del self._jobs[job.key]
 
     def _run(self) -> None:
@@ -207,7 +165,7 @@ class CompileQueue(Generic[T]):
         with self._lock:
             lost = [job for job in self._jobs.values() if not job.has_begun]
             self._jobs = {job.key: job for job in self._jobs.values() if job.has_begun}
-            self._small, self._large = Turns(), Turns()
+            self._small, self._large = RoundRobin(), RoundRobin()
             self._running = [job.key[0].tenant for job in self._jobs.values()]
             self._large_is_running = any(job.is_large for job in self._jobs.values())
             self._num_threads -= 1
@@ -248,75 +206,3 @@ def _start_with_deep_stack(function: Callable[[], None]) -> None:
             threading.Thread(target=function, name="grammar-compiler").start()
         finally:
             threading.stack_size(before)
-
-
-# -------------------------------------------------------------------------------------------------------- grammar cache
-# Compiled grammars, and refusals, by whose they are.
-#
-# What is in it answers quicker, so an entry belongs to one owner (tenant and `cache_salt`): else time would tell what
-# others have asked for. When it is full, the tenant that holds most loses what it has not used for longest, so nobody
-# can push out the entries of others by using many.
-
-
-MAX_CACHED_GRAMMARS = 128
-MAX_CACHED_BYTES = 256 * 2**20  # as far as the compiler can tell
-
-
-class _Share(Generic[T]):
-    """What one tenant holds."""
-
-    __slots__ = ("entries", "num_bytes")
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[tuple[str, StructuredOutput], tuple[T, int]] = OrderedDict()  # the latest used last
-        self.num_bytes = 0
-
-
-class GrammarCache(Generic[T]):
-    """Thread-safe, never blocks for long."""
-
-    def __init__(self) -> None:
-        self._shares: dict[str, _Share[T]] = {}  # of tenants that hold something
-        self._num_entries = 0
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._num_entries
-
-    def find(self, owner: Owner, structured: StructuredOutput) -> T | None:
-        with self._lock:
-            share = self._shares.get(owner.tenant)
-            if share is None:
-                return None
-            found = share.entries.get((owner.salt, structured))
-            if found is not None:
-                share.entries.move_to_end((owner.salt, structured))
-                return found[0]
-            return None
-
-    def keep(self, owner: Owner, structured: StructuredOutput, value: T, num_bytes: int) -> None:
-        """Keep what holds about so much memory, its text included."""
-        with self._lock:
-            share = self._shares.setdefault(owner.tenant, _Share())
-            key = owner.salt, structured
-            if key in share.entries:
-                self._count(share, -1, -share.entries.pop(key)[1])
-            self._count(share, 1, num_bytes)
-            share.entries[key] = value, num_bytes
-            while self._num_entries > MAX_CACHED_GRAMMARS:
-                self._evict(max(self._shares, key=lambda tenant: len(self._shares[tenant].entries)))
-            while self._num_bytes > MAX_CACHED_BYTES:
-                self._evict(max(self._shares, key=lambda tenant: self._shares[tenant].num_bytes))
-
-    def _evict(self, tenant: str) -> None:
-        share = self._shares[tenant]
-        _, (_, num_bytes) = share.entries.popitem(last=False)
-        self._count(share, -1, -num_bytes)
-        if not share.entries:
-            del self._shares[tenant]
-
-    def _count(self, share: _Share[T], entries: int, num_bytes: int) -> None:
-        self._num_entries += entries
-        self._num_bytes += num_bytes
-        share.num_bytes += num_bytes

@@ -1,4 +1,4 @@
-"""Compile grammars within limits and keep them in a `GrammarCache`. Used by the front door and by the core.
+"""Compile grammars within limits and keep them in a cache. Used by the front door and by the core.
 
 What is compiled comes from clients, so everything is bounded: the size of the text, the work and the memory of the
 compiler and of every mask (llguidance counts both), the stack, and the cache. The compiler works through chains of
@@ -21,8 +21,9 @@ from msgspec import structs
 
 from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
+from engine.fairness import TenantLRU
 from engine.messages import GRAMMAR_TOO_COMPLEX, MAX_GRAMMAR_CHARACTERS, StructuredOutput
-from engine.structured.compile_queue import CompileQueue, GrammarCache, Owner
+from engine.structured.compile_queue import CompileQueue, Owner
 from engine.structured.grammar import refused, supported_part, to_llguidance
 
 TRIED_TOKENS = 32
@@ -51,6 +52,10 @@ _UNSATISFIABLE = re.compile("^(?!.*while processing).*(unsatisfiable|no output f
 # What a compiled grammar is taken to hold, as nothing counts it: measured, 13 MB for a second of the compiler's time.
 BYTES_PER_SECOND = 20 * 2**20
 BYTES_PER_CHARACTER = 64
+# Of the cache of grammars and refusals. An entry belongs to one owner: a hit is faster, so a shared entry would reveal
+# by its time what another owner has asked for.
+MAX_CACHED_GRAMMARS = 128
+MAX_CACHED_BYTES = 256 * 2**20
 
 ANYBODY = Owner()
 
@@ -87,14 +92,14 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self.num_compiled = 0  # what was in the cache not counted; for tests
-        self._cache: GrammarCache[CompiledGrammar | InvalidRequest] = GrammarCache()
+        self._cache: TenantLRU[CompiledGrammar | InvalidRequest] = TenantLRU(MAX_CACHED_GRAMMARS, MAX_CACHED_BYTES)
         self._queue: CompileQueue[CompiledGrammar] = CompileQueue(self._compile)
         self._tokenizer_lock = threading.Lock()
         self._built: LLTokenizer | None = None
 
     def find(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> CompiledGrammar | None:
         """The grammar if this owner has had it compiled. Does not block. Raises InvalidRequest if it was refused."""
-        found = self._cache.find(owner, structured)
+        found = self._cache.find(owner.tenant, (owner.salt, structured))
         return None if found is None else _unless_refused(found)
 
     def submit(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> Future[CompiledGrammar]:
@@ -129,15 +134,18 @@ class GrammarCompiler:
 
     def _compile(self, owner: Owner, structured: StructuredOutput) -> CompiledGrammar:
         """The work of the queue's threads."""
-        found = self._cache.find(owner, structured)  # somebody's turn may have come between a look and a place in line
+        found = self._cache.find(
+            owner.tenant, (owner.salt, structured)
+        )  # somebody's turn may have come between a look and a place in line
         if found is None:
             started = time.thread_time()
             found = self._outcome(structured)
             seconds = time.thread_time() - started
             num_bytes = int(seconds * BYTES_PER_SECOND) + structured.size * BYTES_PER_CHARACTER
-            self._cache.keep(owner, structured, found, num_bytes)
+            self._cache.keep(owner.tenant, (owner.salt, structured), found, num_bytes)
             if isinstance(found, CompiledGrammar) and found.enforced != structured:
-                self._cache.keep(owner, found.enforced, found, found.enforced.size)  # what the core will ask for
+                # The core will ask for this one.
+                self._cache.keep(owner.tenant, (owner.salt, found.enforced), found, found.enforced.size)
         return _unless_refused(found)
 
     def _outcome(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:

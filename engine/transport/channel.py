@@ -21,10 +21,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import anyio
-from anyio.lowlevel import current_token
 
 from engine.commands import Command, EngineDied, Event
 from engine.errors import EngineDead
+from engine.fairness import threadsafe_call_soon
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +140,3 @@ async def wait_done(future: Future[Any]) -> None:
 
     future.add_done_callback(tell)
     await done.wait()
-
-
-def threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:
-    """How to run a function soon on the current event loop from another thread, without waiting for it."""
-    loop: Any = current_token().native_token
-    call_soon: Callable[[Callable[[], None]], Any] = (
-        loop.call_soon_threadsafe if hasattr(loop, "call_soon_threadsafe") else loop.run_sync_soon
-    )
-    return call_soon

@@ -24,7 +24,7 @@ def keep(timelines: Timelines, tenant: str, request_id: str) -> None:
 
 
 def kept(timelines: Timelines) -> Counter[str]:
-    return Counter({tenant: len(own) for tenant, own in timelines._kept.items()})
+    return Counter({tenant: len(own) for tenant, own in timelines._kept._entries.items()})
 
 
 def test_a_tenant_that_asks_a_lot_pushes_out_its_own() -> None:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import engine.transport.channel
 from engine.config import Clock, EngineConfig
 from engine.core.core import EngineCore
+from engine.fairness import threadsafe_call_soon
 from engine.frontend.request_stream import FinishedRequest
 from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams, SchedulerStats
 from engine.plan import SchedulerOutput
@@ -209,7 +210,7 @@ async def until(condition: Callable[[], object]) -> None:
 def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that gains an entry each time a channel made from now on asks its loop to wake up."""
     wake_ups: list[None] = []
-    original = engine.transport.channel.threadsafe_call_soon
+    original = threadsafe_call_soon
 
     def counting() -> Callable[[Callable[[], None]], Any]:
         call_soon = original()

@@ -13,16 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from engine.fairness import RoundRobin, TenantLRU
 from engine.messages import StructuredOutput, StructuredOutputKind
 from engine.structured.compile_queue import (
     COMPILER_THREADS,
-    MAX_CACHED_BYTES,
-    MAX_CACHED_GRAMMARS,
     SMALL_CHARACTERS,
     CompileQueue,
-    GrammarCache,
     Owner,
-    Turns,
 )
 
 LARGE = " " * SMALL_CHARACTERS
@@ -48,7 +45,7 @@ def text(value: str) -> StructuredOutput:
 )
 def test_tenants_take_turns_and_nobody_starves(actions: list) -> None:
     """Oldest first within a tenant; whoever has something is served before anybody else is served twice."""
-    turns: Turns[int] = Turns()
+    turns: RoundRobin[int] = RoundRobin()
     lines: dict[str, list[int]] = {tenant: [] for tenant in "abcd"}
     passed_over: dict[str, set[str]] = {}  # by tenants that wait: who has had a turn since they began to
     owner: dict[int, str] = {}
@@ -62,9 +59,10 @@ def test_tenants_take_turns_and_nobody_starves(actions: list) -> None:
         elif action == "leave":
             if argument in owner:
                 tenant = owner[argument]
+                waiting = list(lines[tenant])
                 with suppress(ValueError):
                     lines[tenant].remove(argument)
-                turns.discard(tenant, argument)
+                assert turns.discard(tenant, argument) is (argument in waiting)
         elif any(lines.values()):
             item = turns.pop()
             assert item is not None
@@ -267,7 +265,7 @@ def test_a_thread_that_fails_between_two_compilations_leaves_nobody_waiting(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Turns if stage == "pop" else CompileQueue, stage, fail)
+        patch.setattr(RoundRobin if stage == "pop" else CompileQueue, stage, fail)
         work.end(10**6)
         assert (first.result(SECONDS), beside.result(SECONDS)) == ("first", "beside")
         for future in waiting:
@@ -283,33 +281,34 @@ def test_a_thread_that_fails_between_two_compilations_leaves_nobody_waiting(
 
 
 def test_a_full_cache_takes_from_the_tenant_that_holds_most() -> None:
-    cache: GrammarCache[int] = GrammarCache()
+    cache: TenantLRU[int] = TenantLRU(128, 1000)
     for number in range(3):
-        cache.keep(Owner("guest"), text(f"guest {number}"), number, 1)
-    for number in range(1000):  # one tenant, however many salts it invents
-        cache.keep(Owner("flood", f"salt {number}"), text(f"flood {number}"), number, 1)
-    assert [cache.find(Owner("guest"), text(f"guest {number}")) for number in range(3)] == [0, 1, 2]
-    assert cache.find(Owner("flood", "salt 0"), text("flood 0")) is None
-    assert cache.find(Owner("flood", "salt 999"), text("flood 999")) == 999
-    assert len(cache) == MAX_CACHED_GRAMMARS
+        cache.keep("guest", number, number, 1)
+    for number in range(1000):
+        cache.keep("flood", number, number, 1)
+    assert [cache.find("guest", number) for number in range(3)] == [0, 1, 2]
+    assert cache.find("flood", 0) is None
+    assert cache.find("flood", 999) == 999
+    assert len(cache) == 128
     for number in range(60):
-        cache.keep(Owner("flood"), text(str(number)), number, MAX_CACHED_BYTES // 20)
-    assert [cache.find(Owner("guest"), text(f"guest {number}")) for number in range(3)] == [0, 1, 2]
+        cache.keep("flood", number, number, 50)
+    assert [cache.find("guest", number) for number in range(3)] == [0, 1, 2]
     assert len(cache) < 25
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", "s"]), st.integers(0, 200)), max_size=400))
 def test_the_cache_is_within_its_bounds_and_gives_what_was_kept(actions: list) -> None:
-    cache: GrammarCache[str] = GrammarCache()
+    cache: TenantLRU[str] = TenantLRU(128, 1000)
     kept: OrderedDict[tuple, str] = OrderedDict()
     for tenant, salt, number in actions:
-        owner, grammar = Owner(tenant, salt), text("x" * number)
-        cache.keep(owner, grammar, f"{owner} {number}", number * (MAX_CACHED_BYTES // 1000))
-        assert cache._num_bytes <= MAX_CACHED_BYTES
-        kept[owner, grammar] = f"{owner} {number}"
-        assert cache.find(owner, grammar) == kept[owner, grammar]
-        assert len(cache) <= MAX_CACHED_GRAMMARS
-    for (owner, grammar), value in kept.items():
-        assert cache.find(owner, grammar) in (value, None)
-    held = [entry for share in cache._shares.values() for entry in share.entries.values()]
-    assert (cache._num_entries, cache._num_bytes) == (len(held), sum(num_bytes for _, num_bytes in held))
+        key = salt, number
+        cache.keep(tenant, key, f"{tenant} {number}", number)
+        assert cache.num_bytes <= 1000
+        kept[tenant, key] = f"{tenant} {number}"
+        assert cache.find(tenant, key) == kept[tenant, key]
+        assert len(cache) <= 128
+    for (tenant, key), value in kept.items():
+        assert cache.find(tenant, key) in (value, None)
+    held = [entry for entries in cache._entries.values() for entry in entries.values()]
+    assert (len(cache), cache.num_bytes) == (len(held), sum(num_bytes for _, num_bytes in held))
+    assert all(cache._entries.values())

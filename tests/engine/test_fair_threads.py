@@ -99,7 +99,7 @@ async def test_who_leaves_while_it_waits_never_begins_and_leaves_no_gap() -> Non
         await until(lambda: work.began == ["a1", "b1"])
         work.gates["b1"].set()
     assert work.threads._free == 1
-    assert not work.threads._lines
+    assert not work.threads._waiting._lines
 
 
 async def test_whenever_a_caller_leaves_its_turn_comes_back_once() -> None:
@@ -114,7 +114,7 @@ async def test_whenever_a_caller_leaves_its_turn_comes_back_once() -> None:
     await until(lambda: threads._free == 3)
     await anyio.sleep(0.02)
     assert threads._free == 3
-    assert not threads._lines
+    assert not threads._waiting._lines
 
 
 async def test_what_a_function_returns_and_raises_comes_back() -> None:

@@ -16,24 +16,21 @@ from app.http.scope import RequestScope
 from app.serving.generation import (
     GenerationTask,
     count_tokens,
-    encode_conversation,
-    encode_prompts,
     generate,
     new_head,
     parse,
-    tell_left_out,
+    warn_of_left_out,
 )
+from app.serving.prompts import Prompts
 from app.serving.server import Server, ServerHandler
 from engine.messages import Pooling
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
-from protocol.openai.completions import CompletionRequest
 from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
 from protocol.openai.generation import GenerationRequest
 from protocol.operations import CountingRoute, GenerationRoute
 from protocol.registry import DIALECTS, DetokenizeRequest, TokenizeChatRequest, parse_tokenize
 from protocol.request_fields import RequestFields
-from protocol.tools.unsupported import LeftOut
 
 
 def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
@@ -49,21 +46,10 @@ async def _answer(route: GenerationRoute[Any], server: Server, request: RequestS
     given, body = await _translated(server, request, route.request)
     body.check_template_kwargs(server.settings.template_kwargs)
     head = new_head(server, request, route.id_prefix, given.model, body.request_id)
-    num_prompts = 1
-    if isinstance(body, CompletionRequest):
-        vocab_size = server.model.engine_info.vocab_size
-        prompts = await server.workload.read(request, lambda: body.prompts(vocab_size))
-        num_prompts = len(prompts)
-        tokenize = encode_prompts(prompts, body, add_special_tokens=body.add_special_tokens)
-    else:
-        assert isinstance(body, ChatCompletionRequest)
-        tokenize = encode_conversation(body)
     task = GenerationTask(
         head=head,
         body=body,
-        num_prompts=num_prompts,
-        num_characters=len(request.body),
-        tokenize=tokenize,
+        prompts=await server.workload.read(request, partial(body.prompts, server.model.engine_info.vocab_size)),
         stream_writer=partial(route.stream_writer, given),
         body_writer=partial(route.body_writer, given),
     )
@@ -82,15 +68,15 @@ async def _translated(
 ) -> tuple[RequestFields, GenerationRequest]:
     defaults = server.model.default_sampling  # before anything is read for nothing
 
-    def read() -> tuple[RequestFields, GenerationRequest, LeftOut]:
+    def read() -> tuple[RequestFields, GenerationRequest]:
         given = parse_body(model, request.body)
         given.fill_in(defaults)
         body = cast(GenerationRequest, given.translate())  # `RequestFields` cannot import the class that it promises
         body.fill_in(defaults)
-        return given, body, given.left_out
+        return given, body
 
-    given, body, left_out = await server.workload.read(request, read)
-    tell_left_out(server, request, left_out, body)
+    given, body = await server.workload.read(request, read)
+    await warn_of_left_out(server, request, given, body)
     return given, body
 
 
@@ -101,7 +87,7 @@ async def _translated(
 async def tokenize(server: Server, request: RequestScope) -> None:
     """POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
     body = await server.workload.read(request, lambda: parse_tokenize(request.body))
-    tell_left_out(server, request, body.left_out, body)
+    await warn_of_left_out(server, request, body, body)
     server.check_model_name(body.model)
     model = server.model
     longest = model.engine_info.max_model_len
@@ -147,18 +133,19 @@ async def detokenize(server: Server, request: RequestScope) -> None:
 async def embeddings(server: Server, request: RequestScope) -> None:
     """Embed every input of a body; each is a request of its own to the engine and generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
-    tell_left_out(server, request, body.left_out)
+    await warn_of_left_out(server, request, body)
     model = server.model
     embedder = model.embedder
     conversation = await server.workload.read(request, body.conversation)
+    prompts: Prompts
     if conversation is None:
-        inputs = await server.workload.read(
+        prompts = await server.workload.read(
             request, lambda: body.inputs(model.engine_info.vocab_size, embedder.prompts, embedder.default_prompt)
         )
     else:
-        inputs = []
+        prompts = [conversation]
         conversation.check_template_kwargs(server.settings.template_kwargs)
-        tell_left_out(server, request, conversation.left_out._replace(fields=body.without_effect))
+        await warn_of_left_out(server, request, conversation, fields=body.without_effect)
     body.check_dimensions(model.embedding_size)
     prefill = await server.workload.read(request, body.to_prefill)
     head = new_head(server, request, "embd-", body.model, body.request_id)
@@ -166,13 +153,7 @@ async def embeddings(server: Server, request: RequestScope) -> None:
         head=head,
         body=prefill,
         pooling=Pooling(body.pooling or server.settings.embedding_pooling or embedder.pooling or "mean"),
-        num_prompts=1 if conversation else len(inputs),
-        num_characters=len(request.body),
-        tokenize=(
-            encode_conversation(conversation)
-            if conversation
-            else encode_prompts(inputs, prefill, add_special_tokens=body.add_special_tokens)
-        ),
+        prompts=prompts,
         body_writer=partial(EmbeddingBodyWriter, body),
     )
     await generate(server, request, task)

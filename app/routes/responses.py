@@ -16,24 +16,20 @@ from app.serving.endpoint import BackgroundScope, follow
 from app.serving.generation import (
     GenerationTask,
     count_tokens,
-    encode_conversation,
     generate,
     new_head,
     parse,
-    tell_left_out,
+    warn_of_left_out,
 )
 from app.serving.response_store import EventLog, RunningResponse, StoredResponse
-from app.serving.server import ServedModel, Server
-from engine.errors import InvalidRequest
+from app.serving.server import Server
 from engine.messages import FinishReason
 from protocol.answers import AnswerContext
 from protocol.errors import ApiError, shown
-from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.responses.items import Item, ItemReference, listed, listing, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter
-from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest, fit
-from protocol.tools.unsupported import LeftOut
+from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
 
 _DELETED = ApiError(404, "The response has been deleted.", param="id", code="not_found")
 _CANCELLED_BY_ANOTHER = ApiError(
@@ -48,16 +44,16 @@ async def create(server: Server, request: RequestScope) -> None:
     previous = _previous(server, request, body)
     defaults = server.model.default_sampling
 
-    def read() -> tuple[ResponsesChat, bytes, dict[str, Any], LeftOut]:
+    def read() -> tuple[ResponsesChat, bytes, dict[str, Any]]:
         items = _conversation(server, request, body, previous)
         context = orjson.dumps(listed(items)) if stores else b""
         body.fill_in(defaults)
         chat = body.translate(items)
         chat.fill_in(defaults)
-        return chat, context, body.echo(), body.left_out
+        return chat, context, body.echo()
 
-    chat, context, echo, left_out = await server.workload.read(request, read, _num_stored_bytes(body, previous))
-    tell_left_out(server, request, left_out, chat)
+    chat, context, echo = await server.workload.read(request, read, _num_stored_bytes(body, previous))
+    await warn_of_left_out(server, request, body, chat)
     chat.check_template_kwargs(server.settings.template_kwargs)
     head = new_head(server, request, "resp_", body.model)
 
@@ -76,19 +72,12 @@ async def create(server: Server, request: RequestScope) -> None:
     def reading(answer: AnswerContext) -> ResponseBodyWriter:
         return writer.read_with(answer.parser())
 
-    async def tokenize(model: ServedModel) -> list[list[int]]:
-        longest = model.engine_info.max_model_len
-        for room in (chat.answer_room(longest), 1) if body.truncation == "auto" else ():
-            if (prompt := await _fitting(model, chat, longest - room)) is not None:
-                return [prompt]
-        return await encode_conversation(chat)(model)
-
     task = GenerationTask(
         keeps_prefix=stores,
         head=head,
         body=chat,
-        num_characters=len(request.body),
-        tokenize=tokenize,
+        prompts=[chat],
+        cuts_to_fit=body.truncation == "auto",
         stream_writer=reading,
         body_writer=reading,
     )
@@ -123,12 +112,12 @@ async def input_tokens(server: Server, request: RequestScope) -> None:
     body = await parse(server, InputTokensRequest, request)
     server.check_model_name(body.model)
     previous = _previous(server, request, body)
-    chat, left_out = await server.workload.read(
+    chat = await server.workload.read(
         request,
-        lambda: (body.translate(_conversation(server, request, body, previous)), body.left_out),
+        lambda: body.translate(_conversation(server, request, body, previous)),
         _num_stored_bytes(body, previous),
     )
-    tell_left_out(server, request, left_out, chat)
+    await warn_of_left_out(server, request, body, chat)
     answer = {"object": "response.input_tokens", "input_tokens": await count_tokens(server, chat)}
     await request.send_json(200, orjson.dumps(answer))
 
@@ -192,21 +181,6 @@ async def input_items(server: Server, request: RequestScope) -> None:
         raise ApiError(404, "The items were too large to be kept.", param="id", code="not_found")
     page = await server.workload.read(request, lambda: listing(orjson.loads(context), query), len(context))
     await request.send_json(200, page)
-
-
-async def _fitting(model: ServedModel, chat: ResponsesChat, limit: int) -> list[int] | None:
-    """The prompt of as much of the conversation as has `limit` tokens at most; None if its end has more."""
-
-    async def encode(messages: list[ChatMessage]) -> list[int] | None:
-        try:
-            prompt = await model.prompts.encode_chat(chat.model_copy(update={"messages": messages}), limit + 1)
-        except InvalidRequest as error:
-            if error.code != "context_length_exceeded":
-                raise
-            return None
-        return prompt if len(prompt) <= limit else None
-
-    return await fit(chat.messages, encode)
 
 
 def _stores(server: Server, body: ResponsesRequest) -> bool:

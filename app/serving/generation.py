@@ -1,8 +1,7 @@
-"""From a parsed body to tokens to an answer, for every wire format.
+"""The path of a generation request, for every wire format: queue, tokenize, check, submit to the engine, answer.
 
-A route says what it wants in a `GenerationTask`: the knobs, how to tokenize, and who writes the answer. Everything
-between is here once, so that a place in the queue, deadlines, cancellation, keep-alive and slow readers hold on every
-route.
+A route describes its request as a `GenerationTask`. Queue places, deadlines, cancellation, keep-alive and backpressure
+are handled here once, so they hold on every route.
 """
 
 from __future__ import annotations
@@ -10,75 +9,81 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 import anyio
 from anyio.lowlevel import checkpoint
 
+from app.admission.admission import QueueTicket
 from app.http.record import MAX_CHARACTERS, MAX_MESSAGES, Phase, Transcript
 from app.http.scope import RequestScope
 from app.runtime import INLINE_ANSWER, weight_of, weight_so_far
+from app.serving.prompts import Prompts
 from app.serving.server import ServedModel, Server
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
-from engine.messages import EngineCoreRequest, Pooling, RequestOutput
+from engine.messages import EngineCoreRequest, Pooling, RequestOutput, SamplingParams
 from protocol.answers import CONTENT_TYPE, KEEP_ALIVE, AnswerContext, BodyWriter, Head, StreamWriter
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.generation import GenerationRequest
-from protocol.request_fields import MAX_PRIORITY
+from protocol.request_fields import MAX_PRIORITY, TruncatedPrompt
 from protocol.syntax.message_syntax import PROMPT_TAIL
 from protocol.tools.unsupported import LeftOut
 
-# For admission, before anything is tokenized; the count replaces it afterwards.
+# The estimate that admission uses until the prompt is tokenized.
 CHARACTERS_PER_TOKEN = 4
 
-# Headers of a stream go out as soon as there is something to say, or after so many seconds: a request that fails at
-# once is still answered with a plain status, and one that waits in the queue is not mistaken for a dead server.
+# Seconds after which a stream's headers are sent even if there is no output yet. A request that fails sooner is
+# answered with a plain status, and one that waits in the queue for longer is not mistaken for a dead server.
 HEADERS_WITHIN = 0.1
 
-# Seconds that the reader of a stream may write at a stretch before others have their turn.
+# Seconds for which the reader of one stream may write before it yields to others.
 WRITING_TURN = 0.005
 
-# Where a client says of its prompt that it is not to be written anywhere. Inside a JSON string its quotes are escaped.
+# The field by which a client forbids to write its prompt to a disk. Inside a JSON string its quotes would be escaped.
 _IN_MEMORY = re.compile(rb'"prompt_cache_retention"\s*:\s*"in[-_]memory"')
-COUNTED_CONTEXTS = 4  # that a conversation whose tokens are counted may fill
+COUNTED_CONTEXTS = 4  # the longest conversation whose tokens are counted, in contexts
 
-Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
+Deadlines = tuple[float | None, float | None]  # of the whole answer and of its first token, in `time.monotonic()`
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTask:
-    """What one HTTP request wants of the engine, and who writes its answer.
+    """What one HTTP request asks of the engine, and the writers of its answer.
 
-    `body` has the knobs, in whatever dialect they came. `num_characters` estimates the prompts' length until `tokenize`
-    has counted it. One of the two writers is made, by `body.stream`, when the engine's stream is open.
+    `body` has the sampling fields. One of the writers is made, by `body.stream`, when the engine's stream is open.
     """
 
     head: Head
     body: GenerationRequest
+    prompts: Prompts
+    cuts_to_fit: bool = False  # leave out the oldest turns of a conversation that is too long
     pooling: Pooling | None = None
-    num_prompts: int = 1
-    keeps_prefix: bool = False  # the conversation may go on
-    num_characters: int
-    tokenize: Tokenize
-    stream_writer: Callable[[AnswerContext], StreamWriter] | None = None  # None: its body never asks for a stream
+    keeps_prefix: bool = False  # the conversation may be continued
+    stream_writer: Callable[[AnswerContext], StreamWriter] | None = None  # None: the body never asks for a stream
     body_writer: Callable[[AnswerContext], BodyWriter]
 
 
 async def parse(server: Server, model: type[M], request: RequestScope) -> M:
-    """The request's body, checked against `model`, on a worker thread if it is long. Raises ApiError 400, and 503 while
-    there is nothing that could answer it."""
+    """Return the request's body, checked against `model`; a long one is parsed on a worker thread. Raises ApiError 400,
+    and 503 while no model is loaded."""
     _ = server.model
     return await server.workload.read(request, lambda: parse_body(model, request.body))
 
 
-def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut, body: object = None) -> None:
-    """Set the warning header of a request with parts that have no effect: `left_out`, and the fields of a conversation
-    that the model's chat template does not read."""
+async def warn_of_left_out(
+    server: Server, request: RequestScope, given: TruncatedPrompt, body: object = None, fields: Sequence[str] = ()
+) -> None:
+    """Set the warning header for the parts of `given` that have no effect, for more `fields`, and for the fields of a
+    conversation that the model's chat template does not read."""
+    left_out = await server.workload.read(request, lambda: given.left_out)
+    if fields:
+        left_out = left_out._replace(fields=tuple(fields))
     if isinstance(body, ChatCompletionRequest):
         syntax = server.model.prompts.syntax
         unread = syntax.unread_fields(body.documents, body.chat_template_kwargs)
@@ -90,7 +95,8 @@ def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut, body
 def new_head(
     server: Server, request: RequestScope, id_prefix: str, model: str | None, given: str | None = None
 ) -> Head:
-    """What the answer says of itself. A body may give the request's id where no header does.
+    """Return the id, time and model name of an answer. `given` is the request id of the body, for a request without
+    that header.
 
     Raises ApiError 404 for a model that is not served.
     """
@@ -99,33 +105,8 @@ def new_head(
     return Head(f"{id_prefix}{request.request_id}", int(time.time()), server.check_model_name(model))
 
 
-def encode_conversation(body: ChatCompletionRequest) -> Tokenize:
-    """A `Tokenize` for the messages of a chat request."""
-
-    async def tokenize(model: ServedModel) -> list[list[int]]:
-        longest = model.engine_info.max_model_len
-        return [body.truncated(await model.prompts.encode_chat(body, longest), longest)]
-
-    return tokenize
-
-
-def encode_prompts(
-    prompts: Sequence[str | list[int]], body: GenerationRequest, *, add_special_tokens: bool
-) -> Tokenize:
-    """A `Tokenize` for texts and token ids."""
-
-    async def tokenize(model: ServedModel) -> list[list[int]]:
-        longest = model.engine_info.max_model_len
-        token_ids = await model.prompts.encode_texts(
-            prompts, longest, param=body.prompt_field, add_special_tokens=add_special_tokens
-        )
-        return [body.truncated(each, longest) for each in token_ids]
-
-    return tokenize
-
-
 async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
-    """The length of a conversation. Who counts tokens asks whether it is too long, so one that is gets a number."""
+    """Return the number of tokens of a conversation, even of one that is too long: clients ask for it to find out."""
     chat.check_template_kwargs(server.settings.template_kwargs)
     model = server.model
     longest = model.engine_info.max_model_len
@@ -137,92 +118,111 @@ async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
         ) from None
 
 
-async def generate(server: Server, request: RequestScope, work: GenerationTask) -> None:
-    """Queue, tokenize, open the engine's stream, answer from it.
+async def generate(server: Server, request: RequestScope, task: GenerationTask) -> None:
+    """Queue, tokenize, check, submit, and answer from the engine's stream.
 
-    Raises InvalidRequest in the words of `work.body`, and ApiError.
+    Raises InvalidRequest with the field names of `task.body`, and ApiError.
     """
     try:
-        await _generate(server, request, work)
+        await _generate(server, request, task)
     except InvalidRequest as error:
-        raise work.body.in_client_words(error) from None
+        raise task.body.in_client_words(error) from None
 
 
-async def _generate(server: Server, request: RequestScope, work: GenerationTask) -> None:
-    model = server.model
-    body = work.body
-    request.answer_id = work.head.id
-    sampling = await server.workload.read(request, lambda: body.to_sampling_params(model.engine_info.vocab_size))
-    deadline, first_token_deadline = _deadlines(server, request, body)
-    timeout = min(deadline, first_token_deadline) - time.monotonic()
+async def _generate(server: Server, request: RequestScope, task: GenerationTask) -> None:
+    model, body, read = server.model, task.body, partial(server.workload.read, request)
+    request.answer_id = task.head.id
+    sampling = await read(lambda: body.to_sampling_params(model.engine_info.vocab_size))
+    deadlines = _deadlines(server, request, body)
     priority = body.priority if "priority" in body.model_fields_set else _header_priority(request)
-    tenant = request.tenant
-    with server.admission.queue(
-        tenant,
-        choices=body.n * work.num_prompts,
-        tokens=work.num_characters // CHARACTERS_PER_TOKEN,
-        timeout=None if math.isinf(timeout) else timeout,
-        max_tokens=0 if work.pooling is not None else sampling.max_tokens,
-    ) as ticket:
-        if not math.isinf(deadline):
+    with _queue(server, request, task, sampling, deadlines) as ticket:
+        if (deadline := deadlines[0]) is not None:
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
         request.mark(Phase.TOKENIZE)
-        prompts = await work.tokenize(model)
+        prompts = await model.prompts.encode(
+            body, task.prompts, model.engine_info.max_model_len, cuts_to_fit=task.cuts_to_fit
+        )
         request.mark(Phase.CHECK)
+        ticket.count_tokens(sum(map(len, prompts)))
         prompt_end = b"".join(map(model.llm.vocabulary.token_bytes, prompts[0][-PROMPT_TAIL:]))
-        sampling = await server.workload.read(
-            request, partial(body.with_syntax, sampling, model.prompts.syntax, prompt_end)
-        )
-        num_prompt_tokens = sum(map(len, prompts))
-        ticket.count_tokens(num_prompt_tokens)
-        body.check_logprobs(
-            list(map(len, prompts)),
-            vocab_size=model.engine_info.vocab_size,
-            max_model_len=model.engine_info.max_model_len,
-        )
-        # Looked for once, not for each prompt: there may be many in a long body.
-        is_private = _IN_MEMORY.search(request.body) is not None
-        if server.settings.trace_messages and not is_private and request.span is not None:
-            request.transcript = _transcript(body, prompts, model.prompts.decode)
-        core_requests = [
-            EngineCoreRequest(
-                request_id=work.head.id if len(prompts) == 1 else f"{work.head.id}-{number}",
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                arrival_time=request.arrival_time,
-                priority=priority,
-                precedence=tenant.precedence(priority),
-                deadline=None if math.isinf(deadline) else deadline,
-                first_token_deadline=None if math.isinf(first_token_deadline) else first_token_deadline,
-                tenant=tenant.name,
-                tenant_weight=tenant.weight,
-                tenant_max_running=tenant.max_running or 0,
-                cache_salt=body.cache_salt or "",
-                pooling=work.pooling,
-                keeps_prefix=work.keeps_prefix,
-                is_private=is_private,
-            )
-            for number, prompt in enumerate(prompts)
-        ]
+        sampling = await read(partial(body.with_syntax, sampling, model.prompts.syntax, prompt_end))
+        core_requests = _core_requests(server, request, task, prompts, sampling, deadlines, priority)
         if sampling.structured_output is not None:
             request.mark(Phase.COMPILE_GRAMMAR)
         async with model.llm.stream(*core_requests, begins_message=body.begins_message) as outputs:
             request.warn(LeftOut(keywords=outputs.unenforced).warning())
             request.attend(outputs)
             outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
-            message_format = body.message_format(model.prompts.syntax, prompt_end)
-            answer = AnswerContext(
-                head=work.head,
-                request_id=request.request_id,
-                prompts=outputs.prompts,
-                token_bytes=model.llm.vocabulary.token_bytes,
-                decode=model.prompts.decode,
-                message_format=message_format,
-                hidden_ids=model.llm.vocabulary.special_ids if body.skip_special_tokens else frozenset(),
-                fingerprint=model.fingerprint,
-            )
+            answer = _answer_context(request, task, model, outputs, prompt_end)
             send = _send_stream if body.stream else _send_whole
-            await send(server, request, work, outputs, answer)
+            await send(server, request, task, outputs, answer)
+
+
+def _queue(
+    server: Server, request: RequestScope, task: GenerationTask, sampling: SamplingParams, deadlines: Deadlines
+) -> AbstractContextManager[QueueTicket]:
+    times = [each for each in deadlines if each is not None]
+    return server.admission.queue(
+        request.tenant,
+        choices=task.body.n * len(task.prompts),
+        tokens=len(request.body) // CHARACTERS_PER_TOKEN,
+        timeout=min(times) - time.monotonic() if times else None,
+        max_tokens=0 if task.pooling is not None else sampling.max_tokens,
+    )
+
+
+def _core_requests(
+    server: Server,
+    request: RequestScope,
+    task: GenerationTask,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    deadlines: Deadlines,
+    priority: int,
+) -> list[EngineCoreRequest]:
+    """Check the prompts against the model and return a request to the engine for each. Raises InvalidRequest."""
+    model, tenant, body = server.model, request.tenant, task.body
+    info = model.engine_info
+    body.check_logprobs(list(map(len, prompts)), vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+    is_private = _IN_MEMORY.search(request.body) is not None  # once for all prompts: the body may be long
+    if server.settings.trace_messages and not is_private and request.span is not None:
+        request.transcript = _transcript(body, prompts, model.prompts.decode)
+    return [
+        EngineCoreRequest(
+            request_id=task.head.id if len(prompts) == 1 else f"{task.head.id}-{number}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            arrival_time=request.arrival_time,
+            priority=priority,
+            precedence=tenant.precedence(priority),
+            deadline=deadlines[0],
+            first_token_deadline=deadlines[1],
+            tenant=tenant.name,
+            tenant_weight=tenant.weight,
+            tenant_max_running=tenant.max_running or 0,
+            cache_salt=body.cache_salt or "",
+            pooling=task.pooling,
+            keeps_prefix=task.keeps_prefix,
+            is_private=is_private,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _answer_context(
+    request: RequestScope, task: GenerationTask, model: ServedModel, outputs: RequestStream, prompt_end: bytes
+) -> AnswerContext:
+    vocabulary = model.llm.vocabulary
+    return AnswerContext(
+        head=task.head,
+        request_id=request.request_id,
+        prompts=outputs.prompts,
+        token_bytes=vocabulary.token_bytes,
+        decode=model.prompts.decode,
+        message_format=task.body.message_format(model.prompts.syntax, prompt_end),
+        hidden_ids=vocabulary.special_ids if task.body.skip_special_tokens else frozenset(),
+        fingerprint=model.fingerprint,
+    )
 
 
 def _transcript(
@@ -234,7 +234,7 @@ def _transcript(
 
 
 async def _send_whole(
-    server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream, answer: AnswerContext
+    server: Server, request: RequestScope, task: GenerationTask, outputs: RequestStream, answer: AnswerContext
 ) -> None:
     await outputs.wait_finished()
     deltas = outputs.drain()
@@ -242,7 +242,7 @@ async def _send_whole(
         raise outputs.error
 
     def write() -> bytes:
-        writer = work.body_writer(answer)
+        writer = task.body_writer(answer)
         feed: Callable[[RequestOutput], object] = writer.feed_output
         if request.transcript is not None:
             feed = request.transcript.before(feed)
@@ -250,7 +250,7 @@ async def _send_whole(
             feed(output)
         return writer.body()
 
-    weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
+    weight = weight_of(deltas) + _weight_of_prompts(task.body, outputs)
     body = await server.workload.write(weight, write)
     await request.send_json(200, body)
 
@@ -261,10 +261,10 @@ def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
 
 
 async def _send_stream(
-    server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream, answer: AnswerContext
+    server: Server, request: RequestScope, task: GenerationTask, outputs: RequestStream, answer: AnswerContext
 ) -> None:
-    assert work.stream_writer is not None
-    writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
+    assert task.stream_writer is not None
+    writer = await server.workload.write(_weight_of_prompts(task.body, outputs), partial(task.stream_writer, answer))
     feed: Callable[[RequestOutput], bytes] = writer.feed_output
     if request.transcript is not None:
         feed = request.transcript.before(feed)
@@ -327,20 +327,18 @@ async def _has_begun(outputs: RequestStream) -> bool:
     return False
 
 
-def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:
-    """When the request must have ended and when its first token must have come; infinity for never.
+def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> Deadlines:
+    """Return the times by which the request must have ended and its first token must have come; None for no limit.
 
-    The body's `timeout` and the header `X-Request-Timeout` both count, the shorter one wins. Raises ApiError 400.
+    Of the body's `timeout` and the header `X-Request-Timeout` the shorter one counts. Raises ApiError 400.
     """
-    settings = server.settings
-    asked = [seconds for seconds in (body.timeout, _header_timeout(request)) if seconds is not None]
-    timeout = min(asked) if asked else settings.default_timeout
-    ttft_timeout = body.ttft_timeout if body.ttft_timeout is not None else settings.default_ttft_timeout
+    settings, header = server.settings, _header_timeout(request)
+    asked = [seconds for seconds in (body.timeout, header) if seconds is not None]
+    timeout = min(asked, default=settings.default_timeout)
+    ttft_timeout = settings.default_ttft_timeout if body.ttft_timeout is None else body.ttft_timeout
     start, longest = request.arrival_time, settings.max_timeout
-    return (
-        math.inf if timeout is None else start + min(timeout, longest),
-        math.inf if ttft_timeout is None else start + min(ttft_timeout, longest),
-    )
+    end, first_token = (None if each is None else start + min(each, longest) for each in (timeout, ttft_timeout))
+    return end, first_token
 
 
 def _header_priority(request: RequestScope) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import orjson
 from tokenizers import Tokenizer
@@ -21,10 +21,14 @@ from engine.fairness import FairThreads
 from gpu.checkpoint import ModelFiles, is_known_tokenizer
 from protocol.chat_template import CHATML, ChatTemplate, Segment, TemplateProcesses, encode_segments, is_known
 from protocol.jinja_sandbox import CompiledTemplate
-from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.chat import ChatCompletionRequest, ChatMessage
+from protocol.openai.generation import GenerationRequest
+from protocol.responses.request import fit
 from protocol.syntax.message_syntax import MessageSyntax, ReasoningParser, ToolParser, content_text
 
 T = TypeVar("T")
+Prompts = Sequence[str | list[int] | ChatCompletionRequest]
+"""Texts and token ids, or one conversation."""
 
 # Rendering and tokenizing 8,192 characters takes 1 to 3 ms, about what a hop to another thread and back may cost under
 # load; anything longer would be felt by other streams.
@@ -95,6 +99,36 @@ class PromptEncoder:
         """End what runs outside of this process. Conversations cannot be encoded any more."""
         if self._processes is not None:
             self._processes.close()
+
+    async def encode(
+        self, body: GenerationRequest, prompts: Prompts, max_model_len: int, *, cuts_to_fit: bool = False
+    ) -> list[list[int]]:
+        """Tokenize the prompts of a request and truncate them as `body` asks. `cuts_to_fit` leaves out the oldest turns
+        of a conversation that is too long. Raises InvalidRequest."""
+        match prompts:
+            case [ChatCompletionRequest() as chat]:
+                for room in (chat.answer_room(max_model_len), 1) if cuts_to_fit else ():
+                    if (prompt := await self._encode_end(chat, max_model_len - room)) is not None:
+                        return [prompt]
+                token_ids = [await self.encode_chat(chat, max_model_len)]
+            case _:
+                texts = cast("Sequence[str | list[int]]", prompts)
+                token_ids = await self.encode_texts(
+                    texts, max_model_len, param=body.prompt_field, add_special_tokens=body.add_special_tokens
+                )
+        return [body.truncated(each, max_model_len) for each in token_ids]
+
+    async def _encode_end(self, chat: ChatCompletionRequest, limit: int) -> list[int] | None:
+        """Tokenize as many of the last turns as have at most `limit` tokens. Return None if the last turn has more."""
+
+        async def encode(messages: list[ChatMessage]) -> list[int] | None:
+            try:
+                prompt = await self.encode_chat(chat.model_copy(update={"messages": messages}), limit + 1)
+            except PromptTooLong:
+                return None
+            return prompt if len(prompt) <= limit else None
+
+        return await fit(chat.messages, encode)
 
     async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""

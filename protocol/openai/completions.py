@@ -97,7 +97,6 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     max_tokens: int | None = 16
     logprobs: int | None = None
-    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _prompts_can_run(self) -> Self:
@@ -108,7 +107,6 @@ class CompletionRequest(GenerationRequest):
         super().fill_in({name: value for name, value in defaults.items() if name != "max_tokens"})  # it is 16 here
 
     def prompts(self, vocab_size: int) -> Prompts:
-        """The prompts, text or token ids. Raises `InvalidRequest` for an id that the model does not have."""
         prompts = prompt_list(self.prompt, "prompt")
         check_token_ids(prompts, vocab_size, "prompt")
         return prompts

@@ -32,7 +32,6 @@ from protocol.syntax.message_syntax import MessageSyntax
 NO_LIMIT = -1  # as max_tokens
 MAX_LOGPROBS_IN_ALL = 2**21  # of one response; about 200 MB while it is made
 
-
 StopStrings = Annotated[
     Annotated[str, Tag("$string")] | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries"), Tag("$array")],
     json_type("a string or an array of strings"),
@@ -84,10 +83,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     logprob_token_ids: Annotated[TokenIds, at_most(MAX_LOGPROB_TOKEN_IDS, "entries")] = Field(default_factory=list)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    add_special_tokens: bool = True
     stream_options: StreamOptions | None = None
-    service_tier: str | None = (
-        None  # without effect: the only tier is `default`, and the answer names it if this is set
-    )
+    service_tier: str | None = None  # without effect: there is only `default`, which the answer names if this is set
 
     @model_validator(mode="after")
     def _options_have_what_they_need(self) -> Self:
@@ -112,6 +110,10 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 
     def translate(self) -> Self:
         return self
+
+    def prompts(self, vocab_size: int) -> Sequence[Any]:
+        """Return the texts and token ids, or this conversation. Raises `InvalidRequest` for ids beyond `vocab_size`."""
+        return [self]
 
     def check_template_kwargs(self, allowed: Collection[str]) -> None:
         """Raise `InvalidRequest` for a variable of the template that the operator does not let clients set."""

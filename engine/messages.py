@@ -28,7 +28,7 @@ class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
     tier: str  # "ram" or "disk"
     hit_tokens: int = 0  # that were loaded into the prefix cache
-    failed_loads: int = 0  # pieces that were torn, foreign, or gone
+    failed_loads: int = 0  # chunks that were torn, foreign, or gone
     loaded_bytes: int = 0
     load_seconds: float = 0.0  # of reading, checking and copying
     stored_bytes: int = 0

@@ -186,7 +186,7 @@ class Metrics:
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
-            "failed_loads": by_tier("headrace:kv_tier_failed_loads", "Pieces that were torn, foreign or gone."),
+            "failed_loads": by_tier("headrace:kv_tier_failed_loads", "Chunks that were torn, foreign or gone."),
             "loaded_bytes": by_tier("headrace:kv_tier_loaded_bytes", "Bytes that were loaded."),
             "load_seconds": by_tier("headrace:kv_tier_load_seconds", "Seconds of reading, checking and copying."),
             "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),

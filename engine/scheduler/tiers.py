@@ -8,8 +8,8 @@ can get the blocks at once. Blocks that cannot be loaded are computed.
 Storing holds no blocks either: when a published block's turn comes, a look into the hash index says whether it still
 has the same content, and only then it is stored.
 
-A piece is `blocks_per_piece` consecutive places of a block table, with the blocks of all KV groups there. Its name is
-the hash of its last place, which covers every token before it. Whole pieces are read, but only the blocks that the next
+A chunk is `blocks_per_chunk` consecutive places of a block table, with the blocks of all KV groups there. Its name is
+the hash of its last place, which covers every token before it. Whole chunks are read, but only the blocks that the next
 token sees are copied. Owned by the KVCacheManager, on the engine's thread. The `BlockTier` does the I/O.
 """
 
@@ -29,14 +29,14 @@ from engine.scheduler.request import Load, Request
 
 logger = logging.getLogger(__name__)
 
-PATIENCE, PAUSE = 5.0, 60.0  # seconds: a load waits for its next piece, and pause of all loads if none came
+PATIENCE, PAUSE = 5.0, 60.0  # seconds: a load waits for its next chunk, and pause of all loads if none came
 MAX_BACKLOG = (
-    8192  # pieces that wait to be stored; further ones are not stored. A piece is no use without those before it
+    8192  # chunks that wait to be stored; further ones are not stored. A chunk is no use without those before it
 )
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # limits on copying loaded blocks between two steps
 CLOSING_SECONDS = 1.5  # limit on storing the backlog when the engine ends
 STORE_SHARE = 0.002  # part of step time that storing may take; its real cost to steps is several times as much
-MAX_CREDIT = 4  # pieces that may be stored in a row
+MAX_CREDIT = 4  # chunks that may be stored in a row
 
 
 class BlockTables(Protocol):
@@ -62,10 +62,11 @@ class Tiers:
         self._only_prompts = only_prompts
         self._loads: dict[int, Load] = {}
         self._backlog: OrderedDict[bytes, list[bytes]] = OrderedDict()
+        self._used: dict[bytes, list[bytes]] = {}  # chunks of a prompt, by the last one of them in the backlog
         self._credit = 0.0
         self._hits: Counter[str] = Counter()  # tokens, by tier
         self._now = self._pause_until = float("-inf")
-        self.piece_tokens = tier.blocks_per_piece * kv.block_size
+        self.chunk_tokens = tier.blocks_per_chunk * kv.block_size
 
     @property
     def is_loading(self) -> bool:
@@ -73,31 +74,31 @@ class Tiers:
 
     @property
     def is_storing(self) -> bool:
-        """True if pieces wait to be stored or are being stored."""
+        """True if chunks wait to be stored or are being stored."""
         return bool(self._backlog) or self.tier.is_storing
 
     # --- loading
 
     def begin(self, request: Request, prefix: list[int]) -> bool:
-        """Load the pieces in the tier that continue a waiting request's cached prefix, once per request, or join a load
+        """Load the chunks in the tier that continue a waiting request's cached prefix, once per request, or join a load
         with the same beginning. Return True if the request now waits for a load."""
         if request.asked_tiers or not request.reads_prefix_cache or self._now < self._pause_until:
             return False
         request.asked_tiers = True
-        kv, size = self._kv, self.tier.blocks_per_piece
+        kv, size = self._kv, self.tier.blocks_per_chunk
         first = len(prefix) // kv.num_groups // size
         last = first
         while (last + 1) * size <= (request.num_tokens - 1) // kv.block_size and self.tier.find(
             kv.block_hash(request, (last + 1) * size - 1)
         ):
             last += 1
-        if last == first or not self.tier.is_cheaper(self._seconds_of_piece):
+        if last == first or not self.tier.is_cheaper(self._seconds_of_chunk):
             return False
         hashes = request.block_hashes[first * size : last * size]
         contents = self._contents(hashes)
         for load in self._loads.values():
             if load.contents[0] == contents[0]:
-                request.asked_tiers = False  # it asks again after this load: its own pieces may continue further
+                request.asked_tiers = False  # it asks again after this load: its own chunks may continue further
                 return self._join(request, load)
         held = owned(prefix)
         kv.pool.share(held)
@@ -123,12 +124,12 @@ class Tiers:
 
     def _join(self, request: Request, load: Load) -> bool:
         request.load = load
-        request.note(EventKind.LOADING, self._now, len(load.sources) * self.piece_tokens)
+        request.note(EventKind.LOADING, self._now, len(load.sources) * self.chunk_tokens)
         load.requests.append(request)
         return True
 
     def poll(self, now: float, *, is_busy: bool) -> None:
-        """Take in the pieces loaded since the last step, and end loads that had none for `PATIENCE` seconds."""
+        """Take in the chunks loaded since the last step, and end loads that had none for `PATIENCE` seconds."""
         self._now = now
         for ticket, index, source in self.tier.poll(BUSY_SECONDS if is_busy else IDLE_SECONDS):
             load = self._loads[ticket]
@@ -141,26 +142,27 @@ class Tiers:
             self._finish(load, now)
 
     def _finish(self, load: Load, now: float) -> None:
-        """End a load: publish the blocks of the pieces that continue the prefix without a gap."""
-        size, pool = self.tier.blocks_per_piece, self._kv.pool
+        """End a load: publish the blocks of the chunks that continue the prefix without a gap."""
+        size, pool = self.tier.blocks_per_chunk, self._kv.pool
         had = [source or "" for source in load.sources]
-        num_pieces = had.index("") if "" in had else len(had)
-        width = num_pieces * size * self._kv.num_groups
+        num_chunks = had.index("") if "" in had else len(had)
+        width = num_chunks * size * self._kv.num_groups
         for block_id, content in zip(load.block_ids[:width], load.contents, strict=False):
             if block_id != NO_BLOCK:
                 pool.publish(block_id, content)
         names = load.contents[(size - 1) * self._kv.num_groups :: size * self._kv.num_groups]
-        pieces = dict(zip(names, had[:num_pieces], strict=False))
-        self._hits += self._tokens_by_tier(pieces.values())
-        for request in load.requests:  # a request that joined the load may not share all of its pieces
-            own = [pieces[name] for name in request.block_hashes if name in pieces]
+        chunks = dict(zip(names, had[:num_chunks], strict=False))
+        self.tier.touch(list(chunks))
+        self._hits += self._tokens_by_tier(chunks.values())
+        for request in load.requests:  # a request that joined the load may not share all of its chunks
+            own = [chunks[name] for name in request.block_hashes if name in chunks]
             for source, number in self._tokens_by_tier(own).items():
                 request.note(EventKind.LOADED_FROM_RAM if source == "ram" else EventKind.LOADED_FROM_DISK, now, number)
         self._drop(load)
 
     def _tokens_by_tier(self, sources: Iterable[str]) -> Counter[str]:
-        """Return the tokens that each tier provided, given the tier of each piece."""
-        return Counter({tier: n * self.piece_tokens for tier, n in Counter(sources).items()})
+        """Return the tokens that each tier provided, given the tier of each chunk."""
+        return Counter({tier: n * self.chunk_tokens for tier, n in Counter(sources).items()})
 
     def leave(self, request: Request) -> None:
         """Remove the request from its load, if it has one, and drop a load that has no requests left."""
@@ -188,20 +190,31 @@ class Tiers:
     # --- storing
 
     def note_published(self, request: Request, start: int, end: int) -> None:
-        """Add to the backlog the pieces that the request's published blocks `start` .. `end` - 1 complete, and missing
-        pieces of its cached prefix, without which those could not be loaded."""
+        """Add to the backlog the chunks that the request's published blocks `start` .. `end` - 1 complete, and missing
+        chunks of its cached prefix, without which those could not be loaded.
+
+        When the prompt's last chunk is complete and stored, all its chunks are marked as used.
+        """
         if request.is_private or start == end:
             return
-        kv, size = self._kv, self.tier.blocks_per_piece
-        for piece in range(0 if start * kv.block_size == request.num_cached_tokens else start // size, end // size):
-            stop = (piece + 1) * size
+        kv, size = self._kv, self.tier.blocks_per_chunk
+        for chunk in range(0 if start * kv.block_size == request.num_cached_tokens else start // size, end // size):
+            stop = (chunk + 1) * size
             if self._only_prompts and stop * kv.block_size > request.num_prompt_tokens:
                 return
             name = kv.block_hash(request, stop - 1)
             if len(self._backlog) == MAX_BACKLOG:
                 return
-            if name not in self._backlog and not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_piece):
+            if name not in self._backlog and not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_chunk):
                 self._backlog[name] = self._contents(request.block_hashes[stop - size : stop])
+        last = request.num_prompt_tokens // kv.block_size // size * size
+        if start < last <= end:
+            names = request.block_hashes[size - 1 : last : size]
+            queued = next((name for name in reversed(names) if name in self._backlog), None)
+            if queued is None:
+                self.tier.touch(names)
+            else:
+                self._used[queued] = names
 
     def write_back(self, seconds: float | None) -> None:
         """Store part of the backlog after a step of `seconds`; None if the engine is idle, then without a limit."""
@@ -216,24 +229,27 @@ class Tiers:
                     return
                 self._credit -= self.tier.store_seconds
             del self._backlog[name]
+            if (names := self._used.pop(name, None)) is not None:
+                self.tier.touch(names)
 
     def store_rest(self, clock: Clock) -> None:
         """Store the backlog for at most `CLOSING_SECONDS`. Called when a healthy engine ends."""
-        num_pieces, end = len(self._backlog), clock() + CLOSING_SECONDS
+        num_chunks, end = len(self._backlog), clock() + CLOSING_SECONDS
         self.write_back(None)
         while self._backlog and clock() < end:
             self.tier.wait()
             self.write_back(None)
         if self._backlog:
-            logger.warning("%d of %d pieces that waited were not stored before the end", len(self._backlog), num_pieces)
+            logger.warning("%d of %d chunks that waited were not stored before the end", len(self._backlog), num_chunks)
 
     def withdraw(self, request: Request) -> None:
-        """Discard the stored pieces of a request that may have computed wrong contents, and drop all loads."""
+        """Discard the stored chunks of a request that may have computed wrong contents, and drop all loads."""
         self.give_up()
-        size = self.tier.blocks_per_piece
+        size = self.tier.blocks_per_chunk
         names = request.block_hashes[size - 1 :: size]
         for name in names:
             self._backlog.pop(name, None)
+            self._used.pop(name, None)
         self.tier.discard(names)
 
     def tables(self) -> list[list[int]]:
@@ -249,5 +265,5 @@ class Tiers:
         return stats
 
     @property
-    def _seconds_of_piece(self) -> float:
-        return self.seconds_per_token * self.piece_tokens
+    def _seconds_of_chunk(self) -> float:
+        return self.seconds_per_token * self.chunk_tokens

@@ -2,14 +2,14 @@
 
     0    8  magic
     8   16  namespace: whose keys and values these are: weights, what computes them, layout
-    24  16  name: the hash of the piece's last block, chained over all tokens before it and the tenant
+    24  16  name: the hash of the chunk's last block, chained over all tokens before it and the tenant
     40   8  bytes of the payload
     48   8  not used: zeros; earlier versions wrote a number
     56  16  checksum of the payload
     72  16  keyed BLAKE2b of all that
     88      zeros up to 128, then the payload
 
-Numbers are little-endian. The keys come from a file beside the pieces, so a directory from elsewhere is all misses
+Numbers are little-endian. The keys come from a file beside the chunks, so a directory from elsewhere is all misses
 unless its key came along.
 """
 
@@ -64,22 +64,22 @@ class Checksum:
     def of_files(self, paths: Iterable[Path]) -> bytes:
         """Of every byte of some files, 16 bytes."""
         found = blake2b(digest_size=16)
-        chunk = np.empty(len(self._factors[0]) * 8, np.uint8)
+        buffer = np.empty(len(self._factors[0]) * 8, np.uint8)
         for path in paths:
             with path.open("rb", buffering=0) as file:
-                while count := file.readinto(chunk.data):
-                    found.update(self.of(chunk[:count]))
+                while count := file.readinto(buffer.data):
+                    found.update(self.of(buffer[:count]))
             found.update(b"end")
         return found.digest()
 
 
 class Seal:
-    """Makes and checks the headers of one namespace's pieces. Thread-safe: it is never changed."""
+    """Makes and checks the headers of one namespace's chunks. Thread-safe: it is never changed."""
 
     def __init__(self, secret: bytes, namespace: bytes, payload_bytes: int) -> None:
         self.namespace = namespace
         self.payload_bytes = payload_bytes
-        self.piece_bytes = HEADER_BYTES + payload_bytes
+        self.chunk_bytes = HEADER_BYTES + payload_bytes
         self._secret = blake2b(secret, person=b"piece").digest()
         self._checksum = Checksum(self._secret, payload_bytes)
 

@@ -1,6 +1,6 @@
 """From settings and a loaded model to a tier, or to a line in the log that says why there is none.
 
-Whose keys and values a piece has is its namespace: every byte of the weights' files, the model's configuration, the
+Whose keys and values a chunk has is its namespace: every byte of the weights' files, the model's configuration, the
 library or the torch that computes, the form of the weights, and how a block lies in memory. Where any of it differs
 nothing is found, and nothing needs to be said of it anywhere else.
 """
@@ -27,14 +27,14 @@ from gpu.host import available_memory, processor_flags
 from gpu.kv_cache import check_memory, size_text
 from gpu.kv_tiers.chunks import HEADER_BYTES, Checksum, HostMemory, KVMemory, Seal, TorchMemory, read_key
 from gpu.kv_tiers.stores import DiskStore, RamStore
-from gpu.kv_tiers.tier import PIECE_BYTES, BlockStore, KVTier
+from gpu.kv_tiers.tier import CHUNK_BYTES, BlockStore, KVTier
 
 if TYPE_CHECKING:
     from gpu.runner.runner import WorkerOptions
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 2**20
+_READ_BYTES = 2**20
 
 
 def check_tiers(options: WorkerOptions, device: str) -> None:
@@ -58,7 +58,7 @@ def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
     paths = weight_paths(files)
     opened = [files.tensors.state] if isinstance(files.tensors, GGUFFile) else [file_state(p.stat()) for p in paths]
     pool = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
-    future = pool.submit(lambda: Checksum(b"weights", _CHUNK).of_files(paths) + model_digest(files))
+    future = pool.submit(lambda: Checksum(b"weights", _READ_BYTES).of_files(paths) + model_digest(files))
     pool.shutdown(wait=False)
 
     def wait() -> bytes:
@@ -84,8 +84,8 @@ def open_tier(
     At each place of a block table is a block for each of `num_groups` groups, all in the same `caches`.
     """
     memory: KVMemory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
-    blocks_per_piece = max(1, PIECE_BYTES // (num_groups * memory.block_bytes))
-    payload_bytes = blocks_per_piece * num_groups * memory.block_bytes
+    blocks_per_chunk = max(1, CHUNK_BYTES // (num_groups * memory.block_bytes))
+    payload_bytes = blocks_per_chunk * num_groups * memory.block_bytes
     directory, key = options.kv_cache_dir, os.urandom(32)
     if directory is not None:
         try:
@@ -102,10 +102,10 @@ def open_tier(
     least = payload_bytes + HEADER_BYTES
     for setting, is_used in (("kv_cache_ram", options.kv_cache_ram), ("kv_cache_dir_size", directory)):
         if is_used and (limit := getattr(options, setting)) < least:
-            tokens = blocks_per_piece * options.block_size
+            tokens = blocks_per_chunk * options.block_size
             allowed = f"it must be at least {-(-least // 2**20)}MiB, in which {tokens} tokens have room"
             raise ConfigError(setting, size_text(limit), allowed=allowed, hint="A smaller block_size needs less")
-    layout = (num_groups, blocks_per_piece, options.block_size, [(each.shape[1:], str(each.dtype)) for each in caches])
+    layout = (num_groups, blocks_per_chunk, options.block_size, [(each.shape[1:], str(each.dtype)) for each in caches])
     form = repr((version("headrace"), compute_form, options.dtype, options.quantization, layout, _computed_by()))
 
     def open_stores() -> list[BlockStore]:
@@ -118,16 +118,16 @@ def open_tier(
             seal = Seal(key, namespace, payload_bytes)
             stores.append(DiskStore(directory, seal, options.kv_cache_dir_size, key=key))
             logger.info(
-                "KV blocks are kept in %s: %d MiB of %d MiB are taken, in pieces of %d tokens",
+                "KV blocks are kept in %s: %d MiB of %d MiB are taken, in chunks of %d tokens",
                 directory,
                 stores[-1].num_bytes // 2**20,
                 options.kv_cache_dir_size // 2**20,
-                blocks_per_piece * options.block_size,
+                blocks_per_chunk * options.block_size,
             )
         return stores
 
     hash_key = blake2b(key, person=b"hashes", digest_size=32).digest()
-    return KVTier(memory, hash_key, blocks_per_piece, payload_bytes, open_stores)
+    return KVTier(memory, hash_key, blocks_per_chunk, payload_bytes, open_stores)
 
 
 def _computed_by() -> tuple[str, ...]:

@@ -3,9 +3,9 @@
     DIR/key                      32 secret bytes, mode 0600
     DIR/lock                     held while chunks are evicted (flock: a process that dies lets go of it)
     DIR/NAMESPACE/NAME.kv        a chunk; its time of modification is when it was last loaded, or stored
-    DIR/NAMESPACE/*.tmp          a piece that is being written, locked by its writer
+    DIR/NAMESPACE/*.tmp          a chunk that is being written, locked by its writer
 
-A piece gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
+A chunk gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
 synced for that case: what does not match its header is a miss, and is removed with a line in the log.
 
 Other files in a namespace are left alone. If a namespace's folder is a symbolic link, nothing is stored in it or read
@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ _DRAFT = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
 
 
 class DiskStore:
-    """The pieces of one namespace. `find` takes no I/O and may be called by any thread; the rest blocks."""
+    """The chunks of one namespace. `find` takes no I/O and may be called by any thread; the rest blocks."""
 
     name = "disk"
 
@@ -80,11 +81,11 @@ class DiskStore:
         return self._total
 
     def find(self, name: bytes) -> bool:
-        """Whether this piece was there when last looked."""
+        """Whether this chunk was there when last looked."""
         return name in self._entries
 
     def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
-        """Read a piece. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
+        """Read a chunk. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
         path = self._path(name)
         try:
             with self._opened() as folder:
@@ -93,8 +94,8 @@ class DiskStore:
             try:
                 header = bytearray(HEADER_BYTES)
                 size = os.fstat(descriptor).st_size
-                if size != self._seal.piece_bytes or os.readv(descriptor, [header, into.data]) != size:
-                    return self._cannot_use(name, f"it has {size} bytes, not {self._seal.piece_bytes}")
+                if size != self._seal.chunk_bytes or os.readv(descriptor, [header, into.data]) != size:
+                    return self._cannot_use(name, f"it has {size} bytes, not {self._seal.chunk_bytes}")
                 if not self._seal.opened(name, bytes(header), into):
                     return self._cannot_use(name, "its content does not match its name or its checksum")
                 with suppress(OSError):
@@ -104,8 +105,8 @@ class DiskStore:
                 os.close(descriptor)
         except FileNotFoundError:  # another engine has given it up
             self._forget(name)
-        except OSError as error:  # which need not be the piece's fault; if it is stored again, that replaces it
-            logger.warning("the piece %s cannot be read: %s", path, error)
+        except OSError as error:  # which need not be the chunk's fault; if it is stored again, that replaces it
+            logger.warning("the chunk %s cannot be read: %s", path, error)
             self._forget(name)
         return False
 
@@ -113,11 +114,11 @@ class DiskStore:
         """Write a chunk, and evict others for it. Returns True if it is there now. Never raises OSError."""
         if self.find(name):
             return True
-        if self._clock() < self._pause_until or self._seal.piece_bytes > self._max_bytes:
+        if self._clock() < self._pause_until or self._seal.chunk_bytes > self._max_bytes:
             return False
         try:
             try:
-                if not self._make_room(self._seal.piece_bytes):
+                if not self._make_room(self._seal.chunk_bytes):
                     return False
                 self._write(name, payload)
             except (FileNotFoundError, BlockingIOError):
@@ -131,11 +132,17 @@ class DiskStore:
             )
             return False
         self._entries.add(name)
-        self._total += self._seal.piece_bytes
+        self._total += self._seal.chunk_bytes
         return True
 
+    def touch(self, name: bytes) -> None:
+        """Mark a chunk as used now, if it is there."""
+        if name in self._entries:
+            with suppress(OSError), self._opened() as folder:
+                _touch(self._path(name).name, dir_fd=folder, follow_symlinks=False)
+
     def discard(self, name: bytes) -> None:
-        """Forget a piece for good."""
+        """Forget a chunk for good."""
         self._forget(name)
         with suppress(OSError), self._opened() as folder:
             os.unlink(self._path(name).name, dir_fd=folder)
@@ -144,7 +151,7 @@ class DiskStore:
         with self._lock:
             if name in self._entries:
                 self._entries.remove(name)
-                self._total -= self._seal.piece_bytes
+                self._total -= self._seal.chunk_bytes
 
     def refresh(self) -> None:
         """See what engines have written or removed, in every namespace, if any have. Called every so often."""
@@ -192,7 +199,7 @@ class DiskStore:
         return self._directory / f"{name.hex()}.kv"
 
     def _cannot_use(self, name: bytes, why: str) -> bool:
-        logger.warning("the piece %s cannot be used and is removed: %s", self._path(name), why)
+        logger.warning("the chunk %s cannot be used and is removed: %s", self._path(name), why)
         self.discard(name)
         return False
 
@@ -203,7 +210,7 @@ class DiskStore:
             descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.writev(descriptor, [header, payload.data]) != self._seal.piece_bytes:
+                if os.writev(descriptor, [header, payload.data]) != self._seal.chunk_bytes:
                     raise OSError("it is full")
                 _touch(descriptor)
                 os.rename(draft, self._path(name).name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -262,7 +269,7 @@ class DiskStore:
 
 
 def _name_of(file_name: str) -> bytes | None:
-    """The name of the piece in a file; None for any other file."""
+    """The name of the chunk in a file; None for any other file."""
     stem, _, suffix = file_name.partition(".")
     if suffix != "kv" or len(stem) != 32:
         return None
@@ -271,10 +278,10 @@ def _name_of(file_name: str) -> bytes | None:
     return None
 
 
-def _touch(descriptor: int) -> None:
+def _touch(file: int | str, **where: Any) -> None:
     """Set a file's times to now, more exactly than the kernel would."""
     now = time.time_ns()
-    os.utime(descriptor, ns=(now, now))
+    os.utime(file, ns=(now, now), **where)
 
 
 def _remove_if_left(path: str) -> None:
@@ -289,7 +296,7 @@ def _remove_if_left(path: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ ram
-# Pieces in the memory of the host, for a device that has a memory of its own. Gone with the process.
+# Chunks in the memory of the host, for a device that has a memory of its own. Gone with the process.
 
 
 class RamStore:
@@ -326,6 +333,11 @@ class RamStore:
                 self._entries[name] = payload.copy()
                 self.num_bytes += len(payload)
         return True
+
+    def touch(self, name: bytes) -> None:
+        with self._lock:
+            if name in self._entries:
+                self._entries.move_to_end(name)
 
     def discard(self, name: bytes) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
-"""Threads that store and load pieces beside the steps: the `engine.scheduler.tiers.BlockTier` of a device.
+"""Threads that store and load chunks beside the steps: the `engine.scheduler.tiers.BlockTier` of a device.
 
-The cache itself is touched on the engine's thread alone, between steps: a piece that is stored is copied to a buffer
-there, and a piece that was read is copied from one. So a block may be given to somebody else at any time, and who
+The cache itself is touched on the engine's thread alone, between steps: a chunk that is stored is copied to a buffer
+there, and a chunk that was read is copied from one. So a block may be given to somebody else at any time, and who
 leaves in the middle of a load leaves nothing behind. The threads have the files and the checksums.
 """
 
@@ -26,7 +26,7 @@ from gpu.kv_tiers.chunks import KVMemory, nothing_to_wait_for
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 2**20  # of a piece, about
+CHUNK_BYTES = 2**20  # of a chunk, about
 NUM_BUFFERS = 8  # for storing, and as many for loading
 READERS = 2
 LOOK_AROUND = 1.0  # seconds between two looks for what other engines have stored
@@ -38,7 +38,7 @@ CLOSING_SECONDS = 2.0  # that the end waits for the threads: a file system that 
 
 
 class BlockStore(Protocol):
-    """Where pieces are kept, by their names. `find` never waits; a piece that `load` cannot give is a miss."""
+    """Where chunks are kept, by their names. `find` never waits; a chunk that `load` cannot give is a miss."""
 
     name: str
 
@@ -47,13 +47,14 @@ class BlockStore(Protocol):
     def find(self, name: bytes) -> bool: ...
     def load(self, name: bytes, into: NDArray[np.uint8]) -> bool: ...
     def store(self, name: bytes, payload: NDArray[np.uint8]) -> bool: ...
+    def touch(self, name: bytes) -> None: ...
     def discard(self, name: bytes) -> None: ...
     def refresh(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A piece of a load, and where it goes."""
+    """A chunk of a load, and where it goes."""
 
     ticket: int
     index: int
@@ -63,7 +64,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A piece that was read, from the store of that name, or was not there."""
+    """A chunk that was read, from the store of that name, or was not there."""
 
     wanted: _Wanted
     buffer: NDArray[np.uint8] | None  # None if there was no memory for it
@@ -78,7 +79,7 @@ class KVTier:
         self,
         memory: KVMemory,
         key: bytes,
-        blocks_per_piece: int,
+        blocks_per_chunk: int,
         payload_bytes: int,
         open_stores: Callable[[], Sequence[BlockStore]],
         *,
@@ -86,9 +87,9 @@ class KVTier:
     ) -> None:
         """`open_stores` is called on a thread, since it may take long; until it is done there is nothing."""
         self.key = key
-        self.blocks_per_piece = blocks_per_piece
+        self.blocks_per_chunk = blocks_per_chunk
         self.payload_bytes = payload_bytes
-        self.store_seconds = 0.0  # processor time that storing a piece takes from the steps, about
+        self.store_seconds = 0.0  # processor time that storing a chunk takes from the steps, about
         self._load_seconds: deque[float] = deque(maxlen=MEASURES)  # that loading one took
         self._measured_at = 0.0
         self._memory = memory
@@ -98,7 +99,7 @@ class KVTier:
         self._num_tickets = 0
         self._lock = threading.Lock()  # of the counts
         self._counts: dict[str, TierStats] = {}
-        self._news = threading.Event()  # a piece has been read, or a buffer is free again
+        self._news = threading.Event()  # a chunk has been read, or a buffer is free again
         self._free: deque[NDArray[np.uint8] | None] = deque([None] * NUM_BUFFERS)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wanted: deque[_Wanted] = deque()
@@ -118,11 +119,11 @@ class KVTier:
         self._opened.wait(OPENING_SECONDS)
 
     def find(self, name: bytes) -> bool:
-        """Whether this piece can probably be loaded."""
+        """Whether this chunk can probably be loaded."""
         return any(store.find(name) for store in self._stores)
 
     def is_cheaper(self, seconds: float) -> bool:
-        """Whether loading a piece is cheaper than computing it in so many seconds, as far as either was measured.
+        """Whether loading a chunk is cheaper than computing it in so many seconds, as far as either was measured.
 
         A median, because a load that stood behind other work says nothing of the next; and it is forgotten, because
         nothing is loaded, nor measured, while it says that this does not pay.
@@ -132,7 +133,7 @@ class KVTier:
         return self._clock() - self._measured_at > MEASURE_AGAIN or median(self._load_seconds) < seconds
 
     def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int:
-        """Begin to load pieces into these blocks each, which are the caller's until all have been polled or the load
+        """Begin to load chunks into these blocks each, which are the caller's until all have been polled or the load
         was cancelled. Returns its ticket."""
         self._num_tickets += 1
         self._living.add(self._num_tickets)
@@ -149,7 +150,7 @@ class KVTier:
         self._wanted = deque(wanted for wanted in self._wanted if wanted.ticket != ticket)
 
     def poll(self, seconds: float) -> list[tuple[int, int, str | None]]:
-        """Copy what was read to its blocks, for so many seconds or little more. Returns ticket and number of each piece
+        """Copy what was read to its blocks, for so many seconds or little more. Returns ticket and number of each chunk
         that is done, with the store that had it, or None if it could not be had."""
         found: list[tuple[int, int, str | None]] = []
         end = time.perf_counter() + seconds
@@ -186,8 +187,13 @@ class KVTier:
         self._tasks.put(partial(self._store, name, buffer, wait))
         return True
 
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Mark the chunks of a prefix as used, the first one last: the end of a prefix is evicted before its beginning,
+        without which it could not be loaded."""
+        self._tasks.put(partial(self._touch, names))
+
     def discard(self, names: Iterable[bytes]) -> None:
-        """Forget these pieces for good, also those on their way: what is in them cannot be trusted."""
+        """Forget these chunks for good, also those on their way: what is in them cannot be trusted."""
         wrong = list(names)
         self._discard(wrong)
         self._tasks.put(partial(self._discard, wrong))
@@ -230,6 +236,11 @@ class KVTier:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
+    def _touch(self, names: Sequence[bytes]) -> None:
+        for name in reversed(names):
+            for store in self._stores:
+                store.touch(name)
+
     def _discard(self, names: Sequence[bytes]) -> None:
         for store in self._stores:
             for name in names:
@@ -260,7 +271,7 @@ class KVTier:
                         break
                     self._count(store.name, failed_loads=1)
         except Exception:
-            logger.exception("loading a piece of the KV cache has failed")
+            logger.exception("loading a chunk of the KV cache has failed")
         self._arrived.append(_Read(wanted, buffer, found, time.perf_counter() - began))
         self._news.set()
 
@@ -285,7 +296,7 @@ class KVTier:
                     store.refresh()
                 self._tell_sizes(sizes)
             except Exception:
-                logger.exception("storing a piece of the KV cache has failed")
+                logger.exception("storing a chunk of the KV cache has failed")
 
     def _store(self, name: bytes, buffer: NDArray[np.uint8], wait: Callable[[], None]) -> None:
         try:

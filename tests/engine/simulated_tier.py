@@ -1,7 +1,7 @@
 """A tier without threads or files over the simulated executor's memory: what it keeps are the digests in the slots.
 
 What is there, what comes when and what fails is drawn from a seed, so every history can be had again. Since every read
-of the executor is checked, a piece that gets into the wrong block is a `PlanViolation`.
+of the executor is checked, a chunk that gets into the wrong block is a `PlanViolation`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.engine.queueing_executor import QueueingExecutor
 
 
 @dataclass
-class Piece:
+class Chunk:
     slots: list[tuple[int, int] | None]
     tenants: list[str]
 
@@ -36,14 +36,15 @@ class SimulatedTier:
         executor: CheckedExecutor,
         writers: dict[int, str],
         *,
-        blocks_per_piece: int = 1,
+        blocks_per_chunk: int = 1,
         seed: int = 0,
         failures: float = 0.1,
         before_copy: Callable[[], None] = lambda: None,
     ) -> None:
-        self.blocks_per_piece = blocks_per_piece
-        self.pieces: dict[bytes, Piece] = {}
+        self.blocks_per_chunk = blocks_per_chunk
+        self.chunks: dict[bytes, Chunk] = {}
         self.seen: Counter[str] = Counter()
+        self.touched: list[bytes] = []  # by the last call
         self._executor = executor
         self._writers = writers
         self._draw = random.Random(seed)
@@ -53,7 +54,7 @@ class SimulatedTier:
         self._tickets = 0
 
     def find(self, name: bytes) -> bool:
-        return name in self.pieces
+        return name in self.chunks
 
     def is_cheaper(self, seconds: float) -> bool:
         return self._draw.random() < 0.9
@@ -82,13 +83,16 @@ class SimulatedTier:
             return False
         self._run_what_is_queued()
         slots = [self._executor._memory[slot] for block_id in block_ids for slot in self._slots(block_id)]
-        self.pieces[name] = Piece(slots, [self._writers[block_id] for block_id in block_ids])
+        self.chunks[name] = Chunk(slots, [self._writers[block_id] for block_id in block_ids])
         self.seen["stores"] += 1
         return True
 
+    def touch(self, names: Sequence[bytes]) -> None:
+        self.touched = list(names)
+
     def discard(self, names: Iterable[bytes]) -> None:
         for name in names:
-            self.pieces.pop(name, None)
+            self.chunks.pop(name, None)
 
     def wait(self) -> None: ...
 
@@ -98,21 +102,21 @@ class SimulatedTier:
     def close(self) -> None: ...
 
     def _copy_in(self, name: bytes, block_ids: list[int]) -> str | None:
-        piece = self.pieces.get(name)
-        if piece is None or self._draw.random() < self._failures:
-            self.seen["pieces that could not be had"] += 1
+        chunk = self.chunks.get(name)
+        if chunk is None or self._draw.random() < self._failures:
+            self.seen["chunks that could not be had"] += 1
             if self._draw.random() < 0.5:
                 self.discard([name])
             return None
         self._run_what_is_queued()
-        values = iter(piece.slots)
-        for block_id, tenant in zip(block_ids, piece.tenants, strict=True):
+        values = iter(chunk.slots)
+        for block_id, tenant in zip(block_ids, chunk.tenants, strict=True):
             content = [next(values) for _ in range(self._executor.block_size)]
             if block_id != NO_BLOCK:
                 for slot, value in zip(self._slots(block_id), content, strict=True):
                     self._executor._memory[slot] = value
                 self._writers[block_id] = tenant
-        self.seen["pieces loaded"] += 1
+        self.seen["chunks loaded"] += 1
         return "disk"
 
     def _slots(self, block_id: int) -> range:

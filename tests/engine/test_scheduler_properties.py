@@ -60,7 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
             st.just((None,)),
             st.lists(st.sampled_from([None, 1, 2, 5, 13, 40, 1000]), min_size=1, max_size=3).map(tuple),
         ),
-        blocks_per_piece=st.sampled_from([None, 1, 1, 2, 3]),
+        blocks_per_chunk=st.sampled_from([None, 1, 1, 2, 3]),
         num_stages=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def start(
@@ -73,11 +73,11 @@ class EngineMachine(RuleBasedStateMachine):
         fast: float | None,
         max_sampled_tokens: int,
         windows: tuple[int | None, ...],
-        blocks_per_piece: int | None,
+        blocks_per_chunk: int | None,
         num_stages: int,
     ) -> None:
         """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
-        `blocks_per_piece` is of the tier beside the cache; None is no tier.
+        `blocks_per_chunk` is of the tier beside the cache; None is no tier.
 
         One that may sample several tokens gives any number of them, also none.
         """
@@ -111,10 +111,10 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
         self.tier: SimulatedTier | None = None
-        if blocks_per_piece is not None and enable_prefix_caching:
+        if blocks_per_chunk is not None and enable_prefix_caching:
             seed = block_size + num_tokens
             self.tier = SimulatedTier(
-                self.executor, self.writers, blocks_per_piece=blocks_per_piece, seed=seed, before_copy=self.check_plans
+                self.executor, self.writers, blocks_per_chunk=blocks_per_chunk, seed=seed, before_copy=self.check_plans
             )
             self.executor.tier = self.tier
         self.core = EngineCore(config, self.executor)
@@ -351,8 +351,8 @@ EVENTS = [
     "stores",
     "loads",
     "loads cut short",
-    "pieces loaded",
-    "pieces that could not be had",
+    "chunks loaded",
+    "chunks that could not be had",
     "found guilty",
     "left while WAITING",
     "left while RUNNING",

@@ -33,13 +33,13 @@ class StillTier(SimulatedTier):
         return self.pays
 
 
-def core_with_tier(pieces: SimulatedTier | None = None, **options: int | bool) -> tuple[EngineCore, StillTier]:
-    """A core of blocks of 4 tokens and pieces of 2 blocks; `pieces` is a tier whose pieces it finds."""
+def core_with_tier(chunks: SimulatedTier | None = None, **options: int | bool) -> tuple[EngineCore, StillTier]:
+    """A core of blocks of 4 tokens and chunks of 2 blocks; `chunks` is a tier whose chunks it finds."""
     core = make_core(**options)  # type: ignore[arg-type]
     executor = simulated(core)
-    tier = StillTier(executor, dict.fromkeys(range(executor.num_blocks), ""), blocks_per_piece=2, failures=0.0)
-    if pieces is not None:
-        tier.pieces = pieces.pieces
+    tier = StillTier(executor, dict.fromkeys(range(executor.num_blocks), ""), blocks_per_chunk=2, failures=0.0)
+    if chunks is not None:
+        tier.chunks = chunks.chunks
     executor.tier = tier
     return EngineCore(core.config, executor), tier
 
@@ -55,13 +55,13 @@ def run(core: EngineCore, request: EngineCoreRequest) -> list[int]:
 def test_a_prefix_is_found_after_a_restart_and_counts_as_cached() -> None:
     core, tier = core_with_tier()
     tokens = run(core, make_request(PROMPT, max_tokens=4))
-    assert len(tier.pieces) == 5  # 40 tokens of 43, whoever generated them
+    assert len(tier.chunks) == 5  # 40 tokens of 43, whoever generated them
     core, tier = core_with_tier(tier)
     request = make_request(PROMPT, max_tokens=4)
     core.add(request)
     outputs = run_to_end(core)[request.request_id]
     assert tokens_of(outputs) == tokens
-    assert outputs[0].num_cached_tokens == 32  # whole pieces of what comes before the last token
+    assert outputs[0].num_cached_tokens == 32  # whole chunks of what comes before the last token
     assert simulated(core).computed[request.request_id] == len(PROMPT) - 32 + 3
     events = [(event.kind, event.tokens) for event in outputs[0].events or ()]
     loaded = [(EventKind.LOADING, 32), (EventKind.LOADED_FROM_DISK, 32)]
@@ -69,10 +69,30 @@ def test_a_prefix_is_found_after_a_restart_and_counts_as_cached() -> None:
     assert_nothing_left(core)
 
 
+def test_a_used_prompt_is_marked_from_its_end_once_it_is_stored() -> None:
+    core, tier = core_with_tier()
+    tier.takes = False
+    core.add(make_request(PROMPT, max_tokens=1))
+    run_to_end(core)
+    assert tier.touched == []
+    tier.takes = True
+    core.prepare()
+    stored = list(tier.chunks)
+    assert tier.touched == stored  # in the order of the prompt
+    assert len(stored) == len(PROMPT) // 8
+    tier.touched = []
+    run(core, make_request([*PROMPT[:16], *range(50)], max_tokens=1))  # its beginning is cached on the device
+    assert tier.touched[:2] == stored[:2]
+    assert len(tier.touched) == 66 // 8
+    loader, loading_tier = core_with_tier(tier)
+    run(loader, make_request(PROMPT, max_tokens=1))
+    assert loading_tier.touched == stored
+
+
 def test_only_prompts_are_stored_where_answers_have_other_bits() -> None:
     core, tier = core_with_tier(prompt_form_differs=True)
     run(core, make_request(PROMPT[:20], max_tokens=30))
-    assert len(tier.pieces) == 2
+    assert len(tier.chunks) == 2
 
 
 def test_another_tenant_or_salt_finds_nothing() -> None:
@@ -205,11 +225,11 @@ def test_a_load_that_does_not_end_is_computed_and_for_a_while_nothing_is_loaded(
     assert_nothing_left(core)
 
 
-def test_a_piece_that_cannot_be_had_is_computed(filled: StillTier) -> None:
+def test_a_chunk_that_cannot_be_had_is_computed(filled: StillTier) -> None:
     core, tier = core_with_tier(filled)
-    names = list(tier.pieces)
+    names = list(tier.chunks)
     request = loading(core, tier)
-    del tier.pieces[names[2]]
+    del tier.chunks[names[2]]
     tier.arrives = True
     outputs = run_to_end(core)[request.request_id]
     assert outputs[0].num_cached_tokens == 16
@@ -224,9 +244,9 @@ def test_what_cannot_be_trusted_is_not_kept() -> None:
     for _ in range(8):
         core.step()
         core._tiers.write_back(None)  # type: ignore[union-attr]
-    assert tier.pieces
+    assert tier.chunks
     core.scheduler.fail(request.request_id, "not finite")
-    assert not tier.pieces
+    assert not tier.chunks
     assert isinstance(core.executor, CheckedExecutor)
 
 
@@ -242,9 +262,9 @@ def test_an_engine_that_ends_stores_what_waits_for_a_moment(caplog: pytest.LogCa
         tier.wait = lambda now=now: now.__setitem__(0, now[0] + 0.1)  # type: ignore[method-assign,misc]
         core.carry_out(Close())
         core.shutdown()
-        assert len(tier.pieces) == stored
+        assert len(tier.chunks) == stored
         assert now[0] < 2.0
-    assert "pieces that waited were not stored" in caplog.text
+    assert "chunks that waited were not stored" in caplog.text
 
 
 def test_what_is_private_is_not_stored_and_who_finds_it_stores_its_own_copy() -> None:
@@ -252,9 +272,9 @@ def test_what_is_private_is_not_stored_and_who_finds_it_stores_its_own_copy() ->
     request = make_request(PROMPT, max_tokens=1)
     request.is_private = True
     run(core, request)
-    assert not tier.pieces
+    assert not tier.chunks
     run(core, make_request([*PROMPT, *PROMPT[:9]], max_tokens=1))
-    assert len(tier.pieces) == 6  # with the beginning, which nobody could do without
+    assert len(tier.chunks) == 6  # with the beginning, which nobody could do without
 
 
 def test_what_comes_last_is_not_stored_where_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:

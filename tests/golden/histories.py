@@ -34,7 +34,7 @@ from tests.golden.driving import RecordedExecutor
 
 MAX_MODEL_LEN, MAX_TOKENS = 96, 14
 LENGTHS = (1, 3, 4, 5, 8, 10, 16, 17, 23, 32, 37, 48, 59, 64, 80)  # of prompts; few, so that the law knows them soon
-PLACES, NUM_PIECES = 2, 100  # of a piece in a tier; that there is room for
+PLACES, NUM_CHUNKS = 2, 100  # of a chunk in a tier; that there is room for
 TOLERANCE = 1e-4  # of log-probabilities, where a sum's order may depend on the batch
 
 
@@ -114,9 +114,9 @@ class Law:
         memory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
         num_bytes = PLACES * len(self.core.config.kv_windows) * memory.block_bytes
         seal = Seal(b"k" * 32, b"n" * 16, num_bytes)
-        stores: list[BlockStore] = [DiskStore(self.folder, seal, NUM_PIECES * seal.piece_bytes)]
+        stores: list[BlockStore] = [DiskStore(self.folder, seal, NUM_CHUNKS * seal.chunk_bytes)]
         if isinstance(memory, TorchMemory):  # as beside a card
-            stores.insert(0, RamStore(NUM_PIECES // 4 * num_bytes))
+            stores.insert(0, RamStore(NUM_CHUNKS // 4 * num_bytes))
         return KVTier(memory, b"h" * 32, PLACES, num_bytes, lambda: stores)
 
 

@@ -1,4 +1,4 @@
-"""Stores of pieces whose content is known by their number."""
+"""Stores of chunks whose content is known by their number."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def name(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def open_store(folder: Path, *, max_pieces: int = 1000, secret: bytes = SECRET, space: bytes = b"n" * 16) -> DiskStore:
-    return DiskStore(folder, Seal(secret, space, SIZE), max_pieces * (SIZE + HEADER_BYTES))
+def open_store(folder: Path, *, max_chunks: int = 1000, secret: bytes = SECRET, space: bytes = b"n" * 16) -> DiskStore:
+    return DiskStore(folder, Seal(secret, space, SIZE), max_chunks * (SIZE + HEADER_BYTES))
 
 
 def loaded(store: DiskStore | RamStore, number: int) -> NDArray[np.uint8] | None:

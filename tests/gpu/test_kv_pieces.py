@@ -40,7 +40,7 @@ def test_what_was_stored_is_found_after_a_restart(tmp_path: Path) -> None:
     assert loaded(again, 2) is None
 
 
-def test_a_piece_of_an_earlier_version_is_found(tmp_path: Path) -> None:
+def test_a_chunk_of_an_earlier_version_is_found(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.store(name(1), payload(1))
     path, seal = file_of(tmp_path, 1), store._seal
@@ -53,7 +53,7 @@ def test_a_piece_of_an_earlier_version_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place", [*range(0, HEADER_BYTES, 5), HEADER_BYTES, HEADER_BYTES + 2077, HEADER_BYTES + SIZE - 1]
 )
-def test_a_piece_with_a_flipped_bit_is_a_miss_and_is_removed(
+def test_a_chunk_with_a_flipped_bit_is_a_miss_and_is_removed(
     place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(tmp_path)
@@ -70,7 +70,7 @@ def test_a_piece_with_a_flipped_bit_is_a_miss_and_is_removed(
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4096, HEADER_BYTES + SIZE - 1])
-def test_a_piece_that_was_cut_is_a_miss(length: int, tmp_path: Path) -> None:
+def test_a_chunk_that_was_cut_is_a_miss(length: int, tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.store(name(1), payload(1))
     os.truncate(file_of(tmp_path, 1), length)
@@ -78,7 +78,7 @@ def test_a_piece_that_was_cut_is_a_miss(length: int, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/*.kv"))
 
 
-def test_a_piece_under_another_name_in_another_space_or_of_another_key_is_a_miss(tmp_path: Path) -> None:
+def test_a_chunk_under_another_name_in_another_space_or_of_another_key_is_a_miss(tmp_path: Path) -> None:
     store, other = open_store(tmp_path), open_store(tmp_path, space=b"m" * 16)
     for number in (1, 2, 3):
         store.store(name(number), payload(number))
@@ -89,7 +89,7 @@ def test_a_piece_under_another_name_in_another_space_or_of_another_key_is_a_miss
     assert loaded(open_store(tmp_path, secret=b"t" * 32), 3) is None
 
 
-def test_a_piece_is_no_link_and_no_folder(tmp_path: Path) -> None:
+def test_a_chunk_is_no_link_and_no_folder(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in (1, 2):
         store.store(name(number), payload(number))
@@ -105,7 +105,7 @@ def test_a_piece_is_no_link_and_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(10)
-def test_a_pipe_in_place_of_a_piece_or_of_the_key_is_no_wait(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_chunk_or_of_the_key_is_no_wait(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.store(name(1), payload(1))
     path = file_of(tmp_path, 1)
@@ -179,7 +179,7 @@ def test_what_torch_computes_with_is_a_namespace_of_its_own() -> None:
     assert len(said) == 3
 
 
-def test_other_engines_pieces_are_seen(tmp_path: Path) -> None:
+def test_other_engines_chunks_are_seen(tmp_path: Path) -> None:
     one, other = open_store(tmp_path), open_store(tmp_path)
     one.store(name(1), payload(1))
     other.refresh()
@@ -259,7 +259,7 @@ from tests.gpu.kv_stores import open_store, name, payload, loaded
 import numpy as np
 folder, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(seed)
-store = open_store(folder, max_pieces=40)
+store = open_store(folder, max_chunks=40)
 print("ready", flush=True)
 for _ in range(rounds):
     number = draw.randrange(100)
@@ -287,7 +287,7 @@ def kill_writers(folder: Path, times: int) -> None:
         writer.kill()
         writer.wait()
         writer.stdout.close()
-    store = open_store(folder, max_pieces=40)
+    store = open_store(folder, max_chunks=40)
     assert not list(folder.glob("*/*.tmp"))
     found = [number for number in range(100) if store.find(name(number))]
     assert found
@@ -317,7 +317,7 @@ def test_engines_that_share_a_directory_never_read_what_is_wrong(tmp_path: Path)
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= 45 * (SIZE + HEADER_BYTES)
 
 
-def test_a_process_without_descriptors_gives_up_no_piece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_without_descriptors_gives_up_no_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(tmp_path)
     store.store(name(1), payload(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

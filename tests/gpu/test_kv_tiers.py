@@ -28,12 +28,12 @@ def test_the_directory_keeps_to_its_size_and_evicts_the_least_recently_used_over
     tmp_path: Path,
 ) -> None:
     limit = 50 * (SIZE + HEADER_BYTES)
-    store = open_store(tmp_path, max_pieces=50)
+    store = open_store(tmp_path, max_chunks=50)
     for number in range(300):
         if number >= 20:
             assert all(is_right(store, used) for used in range(20))
         if number % 100 == 99:
-            store = open_store(tmp_path, max_pieces=50)
+            store = open_store(tmp_path, max_chunks=50)
         store.store(name(number), payload(number))
         assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= limit
     kept = [number for number in range(300) if store.find(name(number))]
@@ -59,8 +59,27 @@ def test_the_host_memory_evicts_the_least_recently_used() -> None:
         assert [each for each in range(40) if store.find(name(each))] == sorted(model)
 
 
+@pytest.mark.parametrize("kind", ["disk", "ram"])
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(kind: str, tmp_path: Path) -> None:
+    """Without its first chunk no other chunk of a prefix can be loaded."""
+    memory = HostMemory([np.zeros((4, SIZE), np.uint8)])
+    store = open_store(tmp_path, max_chunks=40) if kind == "disk" else RamStore(40 * SIZE)
+    tier = KVTier(memory, b"", 1, SIZE, lambda: [store])
+    for prompt in range(2):  # together they have more chunks than there is room for
+        names = [name(100 * prompt + number) for number in range(30)]
+        for each in names:
+            while not tier.store(each, [0]):
+                tier.wait()
+        tier.touch(names)
+    tier.close()
+    for prompt, least in ((0, 5), (1, 30)):
+        kept = [number for number in range(30) if store.find(name(100 * prompt + number))]
+        assert kept == list(range(len(kept)))
+        assert len(kept) >= least
+
+
 def test_a_chunk_that_is_dated_in_the_future_goes_first(tmp_path: Path) -> None:
-    store = open_store(tmp_path, max_pieces=4)
+    store = open_store(tmp_path, max_chunks=4)
     for number in range(4):
         store.store(name(number), payload(number))
     tomorrow = time.time() + 86400.0
@@ -102,7 +121,7 @@ def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for number in range(20):
         store.store(name(number), payload(number))
-    store = open_store(tmp_path, max_pieces=10)
+    store = open_store(tmp_path, max_chunks=10)
     assert 0 < store.num_bytes <= 10 * (SIZE + HEADER_BYTES)
     assert store.num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
 
@@ -111,7 +130,7 @@ def test_the_chunks_of_a_namespace_that_no_engine_uses_go_first(tmp_path: Path) 
     old = open_store(tmp_path, space=SPACES[0])
     for number in range(10):
         old.store(name(number), payload(number))
-    new = open_store(tmp_path, space=SPACES[1], max_pieces=12)
+    new = open_store(tmp_path, space=SPACES[1], max_chunks=12)
     for number in range(20, 30):
         assert new.store(name(number), payload(number))
     assert all(is_right(new, number) for number in range(20, 30))
@@ -185,8 +204,8 @@ def test_a_load_that_stood_behind_other_work_does_not_end_storing() -> None:
         tier.close()
 
 
-def test_a_folder_in_place_of_a_piece_keeps_nobody_from_making_room(tmp_path: Path) -> None:
-    store = open_store(tmp_path, max_pieces=4)
+def test_a_folder_in_place_of_a_chunk_keeps_nobody_from_making_room(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_chunks=4)
     store.store(name(1), payload(1))
     file_of(tmp_path, 1).with_name(f"{name(99).hex()}.kv").mkdir()
     assert all(store.store(name(number), payload(number)) for number in range(2, 12))
@@ -253,7 +272,7 @@ def test_a_link_in_place_of_a_namespace_is_not_followed(tmp_path: Path) -> None:
 def test_foreign_files_in_a_namespace_are_left_alone_and_opened_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store(tmp_path, max_pieces=4)
+    store = open_store(tmp_path, max_chunks=4)
     store.store(name(1), payload(1))
     namespace = file_of(tmp_path, 1).parent
     foreign = [namespace / f"{number}.{kind}" for number in range(200) for kind in ("tmp", "txt", "kv")]
@@ -268,7 +287,7 @@ def test_foreign_files_in_a_namespace_are_left_alone_and_opened_by_nobody(
         os.unlink(path)
 
     monkeypatch.setattr("gpu.kv_tiers.stores._remove_if_left", remove)
-    store = open_store(tmp_path, max_pieces=4)
+    store = open_store(tmp_path, max_chunks=4)
     assert all(store.store(name(number), payload(number)) for number in range(2, 12))
     assert opened == [str(left)]
     assert all(path.exists() for path in foreign)

@@ -60,8 +60,7 @@ class Prepares(Protocol):
     """An executor that can use the time while nobody wants anything."""
 
     def prepare(self) -> bool:
-        """Do a piece of what makes later steps faster, a tenth of a second's worth or so. Returns whether there is
-        more of it."""
+        """Do about 0.1 s of work that makes later steps faster. Return True if there is more."""
         ...
 
 
@@ -77,8 +76,8 @@ class CountsExperts(Protocol):
     """An executor whose model may have experts."""
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """How many tokens each expert of each layer that has some has had since the start, as one device would count
-        them. It may be as of the last step whose number `STEPS_BETWEEN_EXPERT_LOADS` divides. Costs no step."""
+        """Return the tokens of each expert of each layer with experts since the start, as one device would count them;
+        it may be as of the last step whose number `STEPS_BETWEEN_EXPERT_LOADS` divides. Costs no step."""
         ...
 
 
@@ -92,8 +91,7 @@ class Profiles(Protocol):
 
     def stop_profile(self) -> list[dict[str, Any]]:
         """Events of Chrome's trace format since then, in microseconds of `time.monotonic()`, on tracks from 3 on.
-
-        Raises ProfileTooLarge where they are more than `MAX_PROFILE_BYTES`, and what the device or a disk raises."""
+        Raises ProfileTooLarge for more than `MAX_PROFILE_BYTES`, and what the device or a disk raises."""
         ...
 
 

@@ -1,8 +1,7 @@
 """The machine: cores, memory, processor flags, shared memory.
 
-Imported by the worker and the executor. In a container the machine's own figures are too large, so the limits of the
-control groups count too. Every function takes the root of the file system for the sake of tests. Linux only; where a
-file is missing its limit does not exist.
+In a container the machine's own figures are too large, so the limits of control groups count, too. The functions take
+the root of the file system for tests. Linux only; a missing file means no limit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Physical cores that this process may run on, at least 1.
+    """Return the number of physical cores that this process may run on, at least 1.
 
     Two hyper-threads of one core count once: matrix products fill the core's vector units alone, and a second thread
     only competes for them. A CPU quota (`docker run --cpus`) lowers the number, since threads beyond it are throttled.
@@ -29,21 +28,21 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that can still be used without swapping or being killed."""
+    """Return the bytes that can still be used without swapping or being killed."""
     limits = [_meminfo_available(root)]
     for group in _cgroup_directories(root, "memory"):
-        # What was last read from files is given back before the limit bites.
+        # The kernel frees cached file pages before it enforces the limit.
         stat = _read(group / "memory.stat")
         cached = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0)
-        for limit_name, usage_name in (("memory.max", "memory.current"), _V1_MEMORY):
-            limit, usage = _read(group / limit_name), _read(group / usage_name)
+        for names in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of versions 2 and 1
+            limit, usage = (_read(group / f"memory.{name}") for name in names)
             if limit.isdigit() and usage.isdigit():
                 limits.append(max(0, int(limit) - int(usage) + cached))
     return min(limits)
 
 
 def processor_flags(root: Path = _ROOT) -> frozenset[str]:
-    """What the processor can do, in the words of /proc/cpuinfo: "avx2", "avx512_bf16"."""
+    """Return the processor's features by their names in /proc/cpuinfo: "avx2", "avx512_bf16"."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
             return frozenset(line.split()[2:])
@@ -51,31 +50,28 @@ def processor_flags(root: Path = _ROOT) -> frozenset[str]:
 
 
 def processor_name(root: Path = _ROOT) -> str:
-    """The model of the processor, as /proc/cpuinfo has it; empty where it does not say."""
+    """Return the processor's model by /proc/cpuinfo; empty if it is not there."""
     lines = _read(root / "proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def has_bfloat16_instructions(root: Path = _ROOT) -> bool:
-    """Whether the processor multiplies bfloat16 natively; emulated, it is slower than float32."""
+    """Return True if the processor multiplies bfloat16 natively; emulated, it is slower than float32."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(processor_flags(root))
 
 
 def has_torch() -> bool:
-    """Whether it is installed; it is not imported, which takes a second."""
+    """Return True if torch is installed, without importing it, which takes a second."""
     return find_spec("torch") is not None
 
 
 def cuda_devices(root: Path = _ROOT) -> list[str]:
-    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them. Asks no driver."""
+    """Return the CUDA devices that this process may use, by CUDA_VISIBLE_DEVICES or /dev. Asks no driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for part in visible.split(",") if (name := part.strip()) and name != "-1"]
     nodes = [node for node in root.glob("dev/nvidia*") if node.name.removeprefix("nvidia").isdigit()]
     return [str(index) for index in range(len(nodes))]  # CUDA numbers those that are there from 0
-
-
-_V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _core_of(cpu: int, root: Path) -> tuple[str, str]:
@@ -84,7 +80,7 @@ def _core_of(cpu: int, root: Path) -> tuple[str, str]:
 
 
 def _cpu_quota(root: Path) -> float:
-    """How many cores' worth of time the control groups allow."""
+    """Return the cores' worth of time that the control groups allow."""
     quotas = [math.inf]
     for group in _cgroup_directories(root, "cpu"):
         quota, _, period = _read(group / "cpu.max").partition(" ")
@@ -103,7 +99,7 @@ def _meminfo_available(root: Path) -> int:
 
 
 def _cgroup_directories(root: Path, controller: str) -> Iterator[Path]:
-    """The groups that this process is in, innermost first; a limit of any of them holds. Versions 1 and 2."""
+    """Yield the groups of this process, innermost first, for versions 1 and 2. The limits of all of them hold."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -127,17 +123,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-# -------------------------------------------------------------------------------------------------------- shared memory
-# Memory that processes share: files of no disk, which are gone with the last descriptor and mapping.
-
-
 def allocate(descriptor: int, num_bytes: int, offset: int = 0) -> None:
-    """Make a file at least as long, and take the memory for it: who maps a file whose memory is found only when it is
-    touched is killed (SIGBUS) where there is none. Raises HeadraceError."""
+    """Make a file of shared memory at least as long, and allocate the memory now: otherwise the kernel would kill
+    (SIGBUS) a process that touches a page for which there is no memory. Raises HeadraceError."""
     try:
         os.posix_fallocate(descriptor, offset, num_bytes)
     except OSError as error:
         raise HeadraceError(
-            f"The system refuses {num_bytes / 2**20:,.1f} MiB of memory that processes share ({error.strerror}). "
-            "A smaller max_num_batched_tokens needs less, and so do a smaller tensor_ or pipeline_parallel_size."
+            f"The system refuses {num_bytes / 2**20:,.1f} MiB of shared memory ({error.strerror}). A smaller "
+            "max_num_batched_tokens, tensor_parallel_size or pipeline_parallel_size needs less."
         ) from error

@@ -1,7 +1,6 @@
-"""How a model comes to be on its device: which device the options mean, and who computes there.
+"""Choose the device and what computes there, and load a model onto it.
 
-The worker calls `load_model`. On a CPU the library of `gpu.cpu` computes where it was built; elsewhere torch does, and
-nothing else imports it.
+The worker calls `load_model`. On a CPU the library of `gpu.cpu` computes where it was built, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ from gpu.sharding import Layout, sharded
 
 logger = logging.getLogger(__name__)
 
+_warn_once = cache(logger.warning)
 LIBRARY_DTYPES = ("auto", "bfloat16")
 
 
 class ServedModel(LanguageModel, Protocol):
-    """A model with its weights in place, that also knows its cache, and how long a context is served."""
+    """A model with its weights in place and its KV cache."""
 
     @property
     def kv_caches(self) -> Sequence[Any]:
-        """The cache of every layer, once it is there: an array or a tensor, [num_blocks, ...]."""
+        """The cache of every layer, once it is allocated: an array or a tensor, [num_blocks, ...]."""
         ...
 
     @property
     def tokens_of_experts(self) -> Sequence[Any]:
-        """Of each layer with experts an array: how many tokens each expert has had so far."""
+        """The tokens that each expert has had so far: an array for each layer with experts."""
         ...
 
     @property
@@ -50,36 +50,36 @@ class ServedModel(LanguageModel, Protocol):
 
     @property
     def tokens_held(self) -> int:
-        """For how many tokens a block of the cache takes memory: its size, or more where it is padded."""
+        """The tokens that a block of the cache takes memory for: its size, or more if it is padded."""
         ...
 
     @property
     def forms(self) -> str:
-        """How the weights are kept and who computes with them, for the log."""
+        """The form of the weights and what computes with them, for the log."""
         ...
 
     @property
     def prompt_form_differs(self) -> bool:
-        """Whether a prompt's tokens are computed otherwise than the same ones generated."""
+        """True if a prompt's tokens are computed in another way than the same tokens generated."""
         ...
 
     @property
     def shards(self) -> Shards | None:
-        """How tokens are sampled where this rank has the logits of some of them; None where it has all."""
+        """The sampling over ranks if this rank has the logits of some tokens; None if it has all."""
         ...
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """The longest context, in tokens. Called when the size of the KV cache is known, before the first step."""
+        """Set the longest context, in tokens. Called when the KV cache's size is known, before the first step."""
         ...
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make the cache of every layer, zeroed."""
+        """Allocate the cache of every layer, zeroed."""
         ...
 
 
 def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec:
-    """What a rank has of a model, cut for who computes there; a single one has all. Raises ConfigError for more ranks
-    than the model can be cut for."""
+    """Return the part of a model that a rank holds, cut for what computes there. Raises ConfigError for more ranks than
+    the model can be cut for."""
     return sharded(spec_of(config), layout, gathers=library_for(config, options, device) is not None)
 
 
@@ -99,11 +99,11 @@ def load_model(
     `communicator`: the C++ library needs a `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too;
     torch on other devices needs a `gpu.sharding.Communicator`.
 
-    It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
-    be more than there is memory for.
+    Until `set_max_model_len` is called, the model takes as many positions as one step has tokens: memory may not
+    suffice for all that a checkpoint allows.
 
-    On a CPU it is the library's decoder, unless float32 or float16 is asked for: dtype "auto" keeps the bits that a
-    file has quantized to, "bfloat16" does not. With torch, "auto" is as `gpu.models.torch_model.resolve_dtype` has it.
+    On a CPU the library's decoder is built, unless dtype is float32 or float16. There, dtype "auto" keeps a file's
+    quantized weights as they are, "bfloat16" does not. For torch, `gpu.models.torch_model.resolve_dtype` has "auto".
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
     spec = spec or spec_of(config)
@@ -147,28 +147,28 @@ def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int
 
 
 def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
-    """The library, if it computes this model as the options ask; None where torch does."""
+    """Return the library if it computes this model as the options ask; None if torch does."""
     if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
         return None
     return load_library() if CPUCausalLM.supports(config) else None
 
 
 def check_quantization(options: WorkerOptions, library: Library | None, device: str) -> None:
-    """Raise ConfigError unless weights can be kept as the options ask."""
+    """Raise ConfigError if the weights cannot have the form that the options ask for."""
     if options.quantization == "none" or (library is not None and options.dtype == "auto"):
         return
     raise ConfigError(
         "quantization",
         options.quantization,
-        allowed="it is for dtype=auto on a CPU, where the library of the CPU path computes with quantized weights; "
+        allowed="it needs dtype=auto on a CPU, where the C++ library computes with quantized weights; "
         f"here dtype is {options.dtype}, and {'torch' if library is None else 'the library'} computes on {device}",
         hint="quantization=none works",
     )
 
 
 def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:
-    """Import the modules that `load_model` needs, so that its caller may choose when. Raises ConfigError for a device
-    that is not there, and for torch if it is needed and not installed."""
+    """Import the modules that `load_model` needs, at a time that the caller chooses. Raises ConfigError for a missing
+    device, and if torch is needed and not installed."""
     device = resolve_device(options.device)
     if library_for(config, options, device) is None and not has_torch():
         raise _why_torch(config, options)
@@ -178,7 +178,7 @@ def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can still be taken on the device."""
+    """Return the free bytes of the device."""
     if device == "cpu":
         return available_memory()
     import torch
@@ -188,7 +188,7 @@ def free_memory(device: str) -> int:
 
 def resolve_device(name: str) -> str:
     """Return the device of a setting, as torch names it: "cpu" or "cuda:0". Raises ConfigError for one that this
-    machine or this torch does not have, or whose driver is too old."""
+    machine or this torch does not have, and for a driver that is too old."""
     if name == "cpu" or (name == "auto" and not (_has_cuda_driver() and has_torch())):
         return "cpu"
     if not has_torch():
@@ -234,28 +234,23 @@ def _why_no_device() -> tuple[str, str]:
     return why_no_device(torch.__version__, torch.version.cuda)
 
 
-@cache
-def _warn_once(message: str, *arguments: str) -> None:
-    logger.warning(message, *arguments)
-
-
 def _why_torch(config: ModelConfig, options: WorkerOptions) -> ConfigError:
-    """What the library of the CPU path lacks, where torch is not installed."""
+    """Return the error for what needs torch, if torch is not installed."""
     if options.dtype not in LIBRARY_DTYPES:
         return _needs_torch("dtype", options.dtype, "on a CPU it", "dtype=auto works")
     if load_library() is None:
-        who = "no build of the C++ library runs on this processor, so every model"
-        return _needs_torch("device", "cpu", who, "x86 with AVX2 and 64-bit ARM work")
+        what = "no build of the C++ library runs on this processor, so every model"
+        return _needs_torch("device", "cpu", what, "x86 with AVX2 and 64-bit ARM work")
     return _needs_torch("model", config.architecture, "a model of this kind or shape", "smollm2-135m-instruct works")
 
 
-def _needs_torch(setting: str, value: str, who: str, hint: str) -> ConfigError:
-    allowed = f"{who} needs torch, which is not installed (pip install '.[torch]' in a clone of Headrace)"
+def _needs_torch(setting: str, value: str, what: str, hint: str) -> ConfigError:
+    allowed = f"{what} needs torch, which is not installed (pip install '.[torch]' in a clone of Headrace)"
     return ConfigError(setting, value, allowed=allowed, hint=f"Without it {hint}")
 
 
 def _has_cuda_driver() -> bool:
-    """Whether it is worth a second to ask torch for devices."""
+    """Return True if there is a driver. Only then it is worth a second to ask torch for devices."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,5 +1,7 @@
-"""What a worker does within a step, while somebody wants to know, as events of Chrome's trace format, in microseconds
-of `time.monotonic()`: the calls of a model that the C library computes, or what torch's profiler sees."""
+"""Profiles of a worker's steps: the calls of a model that the C++ library computes, or what torch's profiler sees.
+
+Events have Chrome's trace format, with times in microseconds of `time.monotonic()`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ T = TypeVar("T")
 
 
 class WorkerProfile(Protocol):
-    """Records from when it is made until it is stopped, which is once."""
+    """Records from its creation until `stop`, which is called once."""
 
     def stop(self) -> list[Event]: ...
 
@@ -61,7 +63,7 @@ class TimedModel:
 
 
 class HostProfile:
-    """Of a runner whose model the C library computes."""
+    """The profile of a runner with a model that the C++ library computes."""
 
     def __init__(self, runner: ModelRunner, model: LanguageModel) -> None:
         self._runner = runner
@@ -75,7 +77,7 @@ class HostProfile:
 
 
 class TorchProfile:
-    """Of whatever torch computes on this thread and its devices."""
+    """The profile of all that torch computes on this thread and its devices."""
 
     def __init__(self) -> None:
         from torch.profiler import profile
@@ -92,7 +94,7 @@ class TorchProfile:
                 raise ProfileTooLarge(f"torch's profile takes {size} bytes")
             with open(path, "rb") as file:
                 trace = json.load(file)
-        # Its times are of the day, from a base on.
+        # Its times are wall-clock times, relative to a base.
         shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - (time.time() - time.monotonic()) * 1e6
         for event in trace["traceEvents"]:
             if "ts" in event:

@@ -1,16 +1,13 @@
 """Prefixes in tiers outside the KV cache: their loading into the prefix cache, and the storing of blocks.
 
-A load fills the prefix cache. It owns blocks, and a thread reads their contents. When all are read, the blocks are
-published and released, and the request that waited for the load, or any other, finds them like any cached prefix. So a
-loading request is in the waiting queue and owns no blocks. When it leaves, its load is dropped, and running requests
-can get the blocks at once. Blocks that cannot be loaded are computed.
+1. A load owns blocks, and a thread reads their contents. When all are read, the blocks are published and released, and
+   any request finds them like any cached prefix. A loading request waits and owns no blocks; when it leaves, its load
+   is dropped, and running requests get the blocks at once. Blocks that cannot be loaded are computed.
+2. Storing holds no blocks: a published block is stored only if the hash index still has its content.
+3. A chunk is `blocks_per_chunk` consecutive places of a block table, with the blocks of all KV groups. Its name is the
+   hash of its last place, which covers every token before it. Only blocks that the next token sees are copied in.
 
-Storing holds no blocks either: when a published block's turn comes, a look into the hash index says whether it still
-has the same content, and only then it is stored.
-
-A chunk is `blocks_per_chunk` consecutive places of a block table, with the blocks of all KV groups there. Its name is
-the hash of its last place, which covers every token before it. Whole chunks are read, but only the blocks that the next
-token sees are copied. Owned by the KVCacheManager, on the engine's thread. The `BlockTier` does the I/O.
+Owned by the KVCacheManager, on the engine's thread. The `BlockTier` does the I/O.
 """
 
 from __future__ import annotations
@@ -30,13 +27,12 @@ from engine.scheduler.request import Load, Request
 logger = logging.getLogger(__name__)
 
 PATIENCE, PAUSE = 5.0, 60.0  # seconds: a load waits for its next chunk, and pause of all loads if none came
-MAX_BACKLOG = (
-    8192  # chunks that wait to be stored; further ones are not stored. A chunk is no use without those before it
-)
+MAX_BACKLOG = 8192  # chunks that wait; further ones are not stored, because a chunk is no use without those before it
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # limits on copying loaded blocks between two steps
 CLOSING_SECONDS = 1.5  # limit on storing the backlog when the engine ends
 STORE_SHARE = 0.002  # part of step time that storing may take; its real cost to steps is several times as much
 MAX_CREDIT = 4  # chunks that may be stored in a row
+_USED = b"used:"  # begins the keys of backlog entries that mark a prompt's chunks as used
 
 
 class BlockTables(Protocol):
@@ -62,7 +58,6 @@ class Tiers:
         self._only_prompts = only_prompts
         self._loads: dict[int, Load] = {}
         self._backlog: OrderedDict[bytes, list[bytes]] = OrderedDict()
-        self._used: dict[bytes, list[bytes]] = {}  # chunks of a prompt, by the last one of them in the backlog
         self._credit = 0.0
         self._hits: Counter[str] = Counter()  # tokens, by tier
         self._now = self._pause_until = float("-inf")
@@ -74,7 +69,6 @@ class Tiers:
 
     @property
     def is_storing(self) -> bool:
-        """True if chunks wait to be stored or are being stored."""
         return bool(self._backlog) or self.tier.is_storing
 
     # --- loading
@@ -166,8 +160,7 @@ class Tiers:
 
     def leave(self, request: Request) -> None:
         """Remove the request from its load, if it has one, and drop a load that has no requests left."""
-        load = request.load
-        if load is not None:
+        if (load := request.load) is not None:
             request.load = None
             load.requests.remove(request)
             if not load.requests:
@@ -190,31 +183,23 @@ class Tiers:
     # --- storing
 
     def note_published(self, request: Request, start: int, end: int) -> None:
-        """Add to the backlog the chunks that the request's published blocks `start` .. `end` - 1 complete, and missing
-        chunks of its cached prefix, without which those could not be loaded.
-
-        When the prompt's last chunk is complete and stored, all its chunks are marked as used.
-        """
+        """Add to the backlog the chunks that the published blocks `start` .. `end` - 1 complete, and missing chunks of
+        the cached prefix, without which those could not be loaded. Behind a prompt's last one, mark all as used."""
         if request.is_private or start == end:
             return
         kv, size = self._kv, self.tier.blocks_per_chunk
         for chunk in range(0 if start * kv.block_size == request.num_cached_tokens else start // size, end // size):
             stop = (chunk + 1) * size
             if self._only_prompts and stop * kv.block_size > request.num_prompt_tokens:
-                return
+                break
             name = kv.block_hash(request, stop - 1)
-            if len(self._backlog) == MAX_BACKLOG:
+            if len(self._backlog) >= MAX_BACKLOG:
                 return
             if name not in self._backlog and not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_chunk):
                 self._backlog[name] = self._contents(request.block_hashes[stop - size : stop])
         last = request.num_prompt_tokens // kv.block_size // size * size
         if start < last <= end:
-            names = request.block_hashes[size - 1 : last : size]
-            queued = next((name for name in reversed(names) if name in self._backlog), None)
-            if queued is None:
-                self.tier.touch(names)
-            else:
-                self._used[queued] = names
+            self._backlog[_USED + request.block_hashes[last - 1]] = request.block_hashes[size - 1 : last : size]
 
     def write_back(self, seconds: float | None) -> None:
         """Store part of the backlog after a step of `seconds`; None if the engine is idle, then without a limit."""
@@ -223,14 +208,15 @@ class Tiers:
         find = self._kv.pool.find
         while self._backlog and (seconds is None or self._credit >= 0):
             name, contents = next(iter(self._backlog.items()))
+            if name.startswith(_USED):
+                self.tier.touch(self._backlog.pop(name))
+                continue
             block_ids = [block_id for content in contents if (block_id := find(content)) is not None]
             if len(block_ids) == len(contents):
                 if not self.tier.store(name, block_ids):
                     return
                 self._credit -= self.tier.store_seconds
             del self._backlog[name]
-            if (names := self._used.pop(name, None)) is not None:
-                self.tier.touch(names)
 
     def store_rest(self, clock: Clock) -> None:
         """Store the backlog for at most `CLOSING_SECONDS`. Called when a healthy engine ends."""
@@ -249,7 +235,6 @@ class Tiers:
         names = request.block_hashes[size - 1 :: size]
         for name in names:
             self._backlog.pop(name, None)
-            self._used.pop(name, None)
         self.tier.discard(names)
 
     def tables(self) -> list[list[int]]:

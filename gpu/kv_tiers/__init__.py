@@ -2,9 +2,8 @@
 
 In reading order:
 
-chunks   A chunk of keys and values: its seal, its bytes and its memory.
-worth    Which chunks are evicted first.
+chunks   A chunk of keys and values: its header, its signature, and its copies into and out of the KV cache.
 stores   Chunks as files of a directory, and in memory.
-tier     Threads that store and load chunks beside the steps.
+tier     Threads that store and load chunks while steps run.
 opening  Settings and a model to a tier, or to the reason why there is none.
 """

@@ -1,7 +1,7 @@
-"""A chunk of keys and values: its seal, its bytes and its memory.
+"""A chunk of keys and values: its header, its signature, and its copies into and out of the KV cache.
 
     0    8  magic
-    8   16  namespace: whose keys and values these are: weights, what computes them, layout
+    8   16  namespace: weights, library that computes, layout of a block
     24  16  name: the hash of the chunk's last block, chained over all tokens before it and the tenant
     40   8  bytes of the payload
     48   8  not used: zeros; earlier versions wrote a number
@@ -9,8 +9,8 @@
     72  16  keyed BLAKE2b of all that
     88      zeros up to 128, then the payload
 
-Numbers are little-endian. The keys come from a file beside the chunks, so a directory from elsewhere is all misses
-unless its key came along.
+Numbers are little-endian. The keys come from a file in the same directory, so a directory that was copied without its
+key file has only misses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b, shake_128
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 HEADER_BYTES = 128
 _MAGIC = b"HRKV\x00\x01\r\n"
 _FIELDS = struct.Struct("<8s16s16sQ8x16s")
-_SEAL_BYTES = 16
+_MAC_BYTES = 16
 
 
 class Checksum:
-    """Of up to `num_bytes` bytes, as sums of products with secret odd numbers modulo 2**64: several times as fast as
-    CRC-32 or BLAKE2b are in Python.
+    """A checksum of up to `num_bytes` bytes: sums of products with secret odd numbers modulo 2**64. It is several times
+    as fast as CRC-32 or BLAKE2b are in Python.
 
-    A change of one word cannot go unseen, because its factor has an inverse. One of several words, or a part that
-    stands in the wrong place, goes unseen with a chance of some 2**-32: sums alone are weak in their highest bits, so
-    there is a second one in which those stand lower, over the same bytes shifted by half a word.
+    A change of one word is always found, because its factor has an inverse. A change of several words, or a part in
+    the wrong place, is missed with a probability of about 2**-32: sums are weak in their highest bits, so a second sum
+    covers the same bytes shifted by half a word, where those bits are lower.
     """
 
     def __init__(self, secret: bytes, num_bytes: int) -> None:
@@ -51,7 +51,7 @@ class Checksum:
         self._factors = drawn | np.uint64(1)
 
     def of(self, data: NDArray[np.uint8]) -> bytes:
-        """16 bytes."""
+        """Return the checksum of some bytes, 16 bytes."""
         whole = len(data) // 8
         shifted = (len(data) - 4) // 8 if len(data) >= 4 else 0
         sums = (
@@ -62,7 +62,7 @@ class Checksum:
         return blake2b(b"".join(int(each).to_bytes(8, "little") for each in sums) + ends, digest_size=16).digest()
 
     def of_files(self, paths: Iterable[Path]) -> bytes:
-        """Of every byte of some files, 16 bytes."""
+        """Return the checksum of every byte of some files, 16 bytes."""
         found = blake2b(digest_size=16)
         buffer = np.empty(len(self._factors[0]) * 8, np.uint8)
         for path in paths:
@@ -73,8 +73,8 @@ class Checksum:
         return found.digest()
 
 
-class Seal:
-    """Makes and checks the headers of one namespace's chunks. Thread-safe: it is never changed."""
+class Signer:
+    """Makes and checks the headers of one namespace's chunks. Immutable, so thread-safe."""
 
     def __init__(self, secret: bytes, namespace: bytes, payload_bytes: int) -> None:
         self.namespace = namespace
@@ -87,7 +87,7 @@ class Seal:
         fields = _FIELDS.pack(_MAGIC, self.namespace, name, len(payload), self._checksum.of(payload))
         return (fields + self._mac(fields)).ljust(HEADER_BYTES, b"\0")
 
-    def opened(self, name: bytes, header: bytes, payload: NDArray[np.uint8]) -> bool:
+    def verify(self, name: bytes, header: bytes, payload: NDArray[np.uint8]) -> bool:
         """Return True if this is the chunk of that name, whole and unchanged."""
         fields = header[: _FIELDS.size]
         if header != (fields + self._mac(fields)).ljust(HEADER_BYTES, b"\0"):
@@ -98,12 +98,12 @@ class Seal:
         return bool(checksum == self._checksum.of(payload))
 
     def _mac(self, fields: bytes) -> bytes:
-        return blake2b(fields, key=self._secret, digest_size=_SEAL_BYTES).digest()
+        return blake2b(fields, key=self._secret, digest_size=_MAC_BYTES).digest()
 
 
 def read_key(path: Path, first: bytes | None = None) -> bytes:
-    """The 32 secret bytes of a directory; if there are none yet, `first`, or drawn. Raises OSError, also for a key
-    that others could have read."""
+    """Return the 32 secret bytes of a directory, from its key file. If there is none, write `first`, or random bytes.
+    Raises OSError, also for a file that other users can read."""
     try:
         return _read_key(path)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def read_key(path: Path, first: bytes | None = None) -> bytes:
             descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             with open(descriptor, "wb") as file:
                 file.write(first or os.urandom(32))
-            with suppress(FileExistsError):  # of engines that start together, the first one's is everybody's
+            with suppress(FileExistsError):  # of engines that start together, all use the key of the first
                 os.link(draft, path)
         finally:
             draft.unlink(missing_ok=True)
@@ -124,12 +124,12 @@ def _read_key(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is another user's, and engines that share a directory run as one")
+            raise PermissionError(f"{path} belongs to another user; all engines of a directory must run as one user")
         if status.st_mode & 0o077:
-            raise PermissionError(f"{path} must be readable by this user alone (chmod 600)")
+            raise PermissionError(f"{path} must be readable by its owner alone; run chmod 600 on it")
         key = file.read(33)
     if len(key) != 32:
-        raise OSError(f"{path} must have 32 bytes, it has another length; remove it, and what is kept means nothing")
+        raise OSError(f"{path} must have 32 bytes, but has another length; remove it, and nothing stored is used again")
     return key
 
 
@@ -141,27 +141,27 @@ def nothing_to_wait_for() -> None: ...
 
 
 class KVMemory(Protocol):
-    """The cache of a model: one array for each layer, [num_blocks, ...]."""
+    """The KV cache of a model: one array for each layer, [num_blocks, ...]."""
 
     block_bytes: int  # of one block over all layers
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory to copy to and from: uint8 [num_bytes]."""
+        """Allocate memory to copy to and from: uint8 [num_bytes]."""
         ...
 
     def copy_out(self, block_ids: Sequence[int], into: NDArray[np.uint8]) -> Callable[[], None]:
-        """Copy these blocks to [layers, blocks, bytes]. Returns what waits until they are there; the cache may be
-        written by a later step before that."""
+        """Copy these blocks to [layers, blocks, bytes]. Return a function that waits until they are there; later steps
+        may write to the cache before that."""
         ...
 
     def copy_in(self, block_ids: Sequence[int], data: NDArray[np.uint8]) -> Callable[[], None]:
-        """The way back, before any later step; what has a negative id is left out. Returns what waits until `data` is
-        not needed any more."""
+        """Copy `data` to these blocks before any later step, but none to negative ids. Return a function that waits
+        until `data` may be changed."""
         ...
 
 
 class HostMemory:
-    """Caches that are numpy's arrays."""
+    """A `KVMemory` over numpy arrays."""
 
     def __init__(self, caches: Sequence[NDArray[Any]]) -> None:
         self._caches = [cache.reshape(len(cache), -1).view(np.uint8) for cache in caches]
@@ -190,7 +190,7 @@ class HostMemory:
 
 
 class TorchMemory:
-    """Caches that are tensors. Copies are put on the current stream of their device, behind the steps in flight."""
+    """A `KVMemory` over tensors. It copies on their device's current stream, behind the steps in flight."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
         import torch
@@ -201,17 +201,15 @@ class TorchMemory:
         self.block_bytes = sum(cache.shape[1] for cache in self._caches)
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
-        found: NDArray[np.uint8] = self._torch.empty(
-            num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda
-        ).numpy()
-        return found
+        buffer = self._torch.empty(num_bytes, dtype=self._torch.uint8, pin_memory=self._on_cuda)
+        return cast("NDArray[np.uint8]", buffer.numpy())
 
     def copy_out(self, block_ids: Sequence[int], into: NDArray[np.uint8]) -> Callable[[], None]:
         with self._torch.inference_mode():
             ids = self._ids(block_ids)
             gathered = self._torch.cat([cache.index_select(0, ids).flatten() for cache in self._caches])
             self._torch.from_numpy(into).copy_(gathered, non_blocking=True)
-        return self._behind(gathered)
+        return self._behind()
 
     def copy_in(self, block_ids: Sequence[int], data: NDArray[np.uint8]) -> Callable[[], None]:
         with self._torch.inference_mode():
@@ -221,7 +219,7 @@ class TorchMemory:
             parts = moved.split([len(block_ids) * cache.shape[1] for cache in self._caches])
             for cache, part in zip(self._caches, parts, strict=True):
                 cache.index_copy_(0, ids, part.unflatten(0, (len(block_ids), -1)).index_select(0, wanted))
-        return self._behind(moved)
+        return self._behind()
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
         # From pinned memory: a copy from other memory waits for all steps in flight.
@@ -229,14 +227,10 @@ class TorchMemory:
 
         return on_device(np.array(block_ids, np.int64), self._caches[0].device)
 
-    def _behind(self, held: torch.Tensor) -> Callable[[], None]:
-        """What waits for all that has been put on the stream so far."""
+    def _behind(self) -> Callable[[], None]:
+        """Return a function that waits for all work put on the stream so far."""
         if not self._on_cuda:
             return nothing_to_wait_for
         event = self._torch.cuda.Event()
         event.record()
-
-        def wait() -> None:
-            event.synchronize()
-
-        return wait
+        return event.synchronize

@@ -1,8 +1,7 @@
-"""From settings and a loaded model to a tier, or to a line in the log that says why there is none.
+"""Open a tier from settings and a loaded model, or log why there is none.
 
-Whose keys and values a chunk has is its namespace: every byte of the weights' files, the model's configuration, the
-library or the torch that computes, the form of the weights, and how a block lies in memory. Where any of it differs
-nothing is found, and nothing needs to be said of it anywhere else.
+A chunk's namespace identifies the model: every byte of the weights' files, the configuration, the library or torch
+build that computes, the form of the weights, and a block's layout in memory. If any of it differs, nothing is found.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from gpu.checkpoint.model_files import model_digest, weight_paths
 from gpu.cpu.library import load_library
 from gpu.host import available_memory, processor_flags
 from gpu.kv_cache import check_memory, size_text
-from gpu.kv_tiers.chunks import HEADER_BYTES, Checksum, HostMemory, KVMemory, Seal, TorchMemory, read_key
+from gpu.kv_tiers.chunks import HEADER_BYTES, Checksum, HostMemory, KVMemory, Signer, TorchMemory, read_key
 from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import CHUNK_BYTES, BlockStore, KVTier
 
@@ -38,22 +37,23 @@ _READ_BYTES = 2**20
 
 
 def check_tiers(options: WorkerOptions, device: str) -> None:
-    """Raise ConfigError for a tier that could save nothing, or that there is no memory for."""
+    """Raise ConfigError for a tier that cannot save anything, or that is larger than the free memory."""
     if options.kv_cache_ram and device == "cpu":
         raise ConfigError(
             "kv_cache_ram",
             size_text(options.kv_cache_ram),
-            allowed="it is for devices with memory of their own, and this one computes in the host's",
-            hint="kv_cache_memory makes the KV cache itself larger",
+            allowed="it is for devices with memory of their own, and the CPU computes in the host's",
+            hint="Leave it out, and set kv_cache_memory to make the KV cache itself larger",
         )
     check_memory(options.kv_cache_ram, available_memory(), "kv_cache_ram", "in the host's memory")
 
 
 def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
-    """Begin to read every byte of the weights' files, at some GB a second, on a thread. Call it before they are loaded.
+    """Begin to read every byte of the weights' files on a thread, at some GB per second. Call it before they are
+    loaded.
 
-    Returns what waits for the digest; called when the weights are loaded, it raises OSError if what was loaded may be
-    something else than what was read here, because somebody has replaced a file meanwhile.
+    Return a function that waits for the digest. Call that when the weights are loaded: it raises OSError if a file was
+    replaced or written to in between, so that the loaded weights may differ from the digest's.
     """
     paths = weight_paths(files)
     opened = [files.tensors.state] if isinstance(files.tensors, GGUFFile) else [file_state(p.stat()) for p in paths]
@@ -64,7 +64,7 @@ def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
     def wait() -> bytes:
         found = future.result()
         if [file_state(path.stat()) for path in paths] != opened:
-            raise OSError("the model's files were changed while it was loaded; start again to keep some")
+            raise OSError("the model's files were changed while it was loaded; restart to store KV blocks")
         return found
 
     return wait
@@ -78,10 +78,10 @@ def open_tier(
     compute_form: str,
     digest: Callable[[], bytes] | None,
 ) -> KVTier | None:
-    """The tier that the options ask for; None if it is a directory that cannot be used now, which is logged. Raises
-    ConfigError for one that never can.
+    """Return the tier that the options ask for; None if its directory cannot be used now, which is logged.
 
-    At each place of a block table is a block for each of `num_groups` groups, all in the same `caches`.
+    Each place of a block table has a block for each of `num_groups` groups, all in the same `caches`. Raises
+    ConfigError for a tier that can never be used.
     """
     memory: KVMemory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
     blocks_per_chunk = max(1, CHUNK_BYTES // (num_groups * memory.block_bytes))
@@ -92,10 +92,10 @@ def open_tier(
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             key = read_key(directory / "key")
         except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            hint = "Name one that this user may make and write to, or leave it out"
+            hint = "Name a directory that this user may create and write to, or leave it out"
             raise ConfigError("kv_cache_dir", directory, allowed=f"it cannot be used ({error})", hint=hint) from None
         except OSError as error:
-            logger.warning("no KV blocks are kept in %s: %s", directory, error)
+            logger.warning("no KV blocks are stored in %s: %s", directory, error)
             directory = None
     if directory is None and not options.kv_cache_ram:
         return None
@@ -103,7 +103,7 @@ def open_tier(
     for setting, is_used in (("kv_cache_ram", options.kv_cache_ram), ("kv_cache_dir_size", directory)):
         if is_used and (limit := getattr(options, setting)) < least:
             tokens = blocks_per_chunk * options.block_size
-            allowed = f"it must be at least {-(-least // 2**20)}MiB, in which {tokens} tokens have room"
+            allowed = f"it must be at least {-(-least // 2**20)}MiB, which hold {tokens} tokens"
             raise ConfigError(setting, size_text(limit), allowed=allowed, hint="A smaller block_size needs less")
     layout = (num_groups, blocks_per_chunk, options.block_size, [(each.shape[1:], str(each.dtype)) for each in caches])
     form = repr((version("headrace"), compute_form, options.dtype, options.quantization, layout, _computed_by()))
@@ -115,10 +115,10 @@ def open_tier(
         if directory is not None:
             weights = b"" if digest is None else digest()
             namespace = blake2b(weights + form.encode(), key=key, digest_size=16).digest()
-            seal = Seal(key, namespace, payload_bytes)
-            stores.append(DiskStore(directory, seal, options.kv_cache_dir_size, key=key))
+            signer = Signer(key, namespace, payload_bytes)
+            stores.append(DiskStore(directory, signer, options.kv_cache_dir_size, key=key))
             logger.info(
-                "KV blocks are kept in %s: %d MiB of %d MiB are taken, in chunks of %d tokens",
+                "KV blocks are stored in %s: %d MiB of %d MiB are used, in chunks of %d tokens",
                 directory,
                 stores[-1].num_bytes // 2**20,
                 options.kv_cache_dir_size // 2**20,
@@ -131,7 +131,7 @@ def open_tier(
 
 
 def _computed_by() -> tuple[str, ...]:
-    """The builds of what may compute, and what they find to compute with: others may round otherwise."""
+    """Return the builds of the library and torch, and the processor's features they use: others may round otherwise."""
     library = load_library()
     found = [] if library is None else [blake2b(library.path.read_bytes(), digest_size=16).hexdigest()]
     if (torch := sys.modules.get("torch")) is not None:

@@ -1,15 +1,13 @@
 """Chunks as files of a directory, and in memory. The least recently used ones are evicted first.
 
     DIR/key                      32 secret bytes, mode 0600
-    DIR/lock                     held while chunks are evicted (flock: a process that dies lets go of it)
-    DIR/NAMESPACE/NAME.kv        a chunk; its time of modification is when it was last loaded, or stored
+    DIR/lock                     held while chunks are evicted (flock: the kernel releases it if the process dies)
+    DIR/NAMESPACE/NAME.kv        a chunk; its time of modification is when it was last used
     DIR/NAMESPACE/*.tmp          a chunk that is being written, locked by its writer
 
-A chunk gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
-synced for that case: what does not match its header is a miss, and is removed with a line in the log.
-
-Other files in a namespace are left alone. If a namespace's folder is a symbolic link, nothing is stored in it or read
-from it.
+1. A chunk gets its name when it is complete, so no reader sees half of one unless the machine crashed. Nothing is
+   synced for that case: a file that does not match its header is a miss, and is removed with a line in the log.
+2. Other files in a namespace are left alone. Nothing is stored in or read from a folder that is a symbolic link.
 """
 
 from __future__ import annotations
@@ -30,43 +28,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.kv_tiers.chunks import HEADER_BYTES, Seal, read_key
+from gpu.kv_tiers.chunks import HEADER_BYTES, Signer, read_key
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 60.0  # seconds without writing, after writing has failed
-SCAN_INTERVAL = 1.0  # seconds at least between two looks for what other engines have written or removed
-SCAN_SHARE = 0.01  # of the time, at most, goes into looks
-AT_A_STRETCH = 1000  # files, between which others get the interpreter
+PAUSE = 60.0  # seconds without writing, after a write has failed
+SCAN_INTERVAL = 1.0  # seconds at least between two scans for chunks that other engines have written or removed
+SCAN_SHARE = 0.01  # of the time, at most, goes into scans
+AT_A_STRETCH = 1000  # files, after which other threads get the interpreter
 SLACK = 0.05  # share of the limit that an eviction frees in addition, so that not every chunk needs one
 _DRAFT = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
 
 
 class DiskStore:
-    """The chunks of one namespace. `find` takes no I/O and may be called by any thread; the rest blocks."""
+    """The chunks of one namespace. `find` does no I/O and may be called by any thread; other methods block."""
 
     name = "disk"
 
     def __init__(
         self,
         directory: Path,
-        seal: Seal,
+        signer: Signer,
         max_bytes: int,
         *,
         key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key` is what `read_key` gave. Raises OSError if the directory cannot be read; what cannot be written is only
+        """`key` is what `read_key` returned. Raises OSError if the directory cannot be read; failed writes are
         logged."""
         self._root = directory
-        self._directory = directory / seal.namespace.hex()
-        self._seal = seal
+        self._directory = directory / signer.namespace.hex()
+        self._signer = signer
         self._key = key
         self._max_bytes = max_bytes
         self._clock = clock
         self._entries: set[bytes] = set()
-        self._lock = threading.Lock()  # of what threads that load change
-        self._total = 0  # bytes of all namespaces, as last seen, and what was written since
+        self._lock = threading.Lock()  # for changes by threads that load
+        self._total = 0  # bytes of all namespaces at the last scan, and bytes written since
         self._pause_until = 0.0
         self._seen: list[tuple[str, int, int]] = []
         self._next_scan = 0.0
@@ -81,31 +79,31 @@ class DiskStore:
         return self._total
 
     def find(self, name: bytes) -> bool:
-        """Whether this chunk was there when last looked."""
+        """Return True if this chunk was there at the last scan."""
         return name in self._entries
 
     def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
-        """Read a chunk. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
+        """Read a chunk. Return True if it was there, whole and unchanged; else the content of `into` is undefined."""
         path = self._path(name)
         try:
             with self._opened() as folder:
-                # A pipe has no size and no writer.
+                # O_NONBLOCK: opening a pipe would wait for a writer.
                 descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             try:
                 header = bytearray(HEADER_BYTES)
                 size = os.fstat(descriptor).st_size
-                if size != self._seal.chunk_bytes or os.readv(descriptor, [header, into.data]) != size:
-                    return self._cannot_use(name, f"it has {size} bytes, not {self._seal.chunk_bytes}")
-                if not self._seal.opened(name, bytes(header), into):
+                if size != self._signer.chunk_bytes or os.readv(descriptor, [header, into.data]) != size:
+                    return self._cannot_use(name, f"it has {size} bytes, not {self._signer.chunk_bytes}")
+                if not self._signer.verify(name, bytes(header), into):
                     return self._cannot_use(name, "its content does not match its name or its checksum")
                 with suppress(OSError):
                     _touch(descriptor)
                 return True
             finally:
                 os.close(descriptor)
-        except FileNotFoundError:  # another engine has given it up
+        except FileNotFoundError:  # another engine has evicted it
             self._forget(name)
-        except OSError as error:  # which need not be the chunk's fault; if it is stored again, that replaces it
+        except OSError as error:  # the file may be intact; a later store replaces it
             logger.warning("the chunk %s cannot be read: %s", path, error)
             self._forget(name)
         return False
@@ -114,15 +112,15 @@ class DiskStore:
         """Write a chunk, and evict others for it. Returns True if it is there now. Never raises OSError."""
         if self.find(name):
             return True
-        if self._clock() < self._pause_until or self._seal.chunk_bytes > self._max_bytes:
+        if self._clock() < self._pause_until or self._signer.chunk_bytes > self._max_bytes:
             return False
         try:
             try:
-                if not self._make_room(self._seal.chunk_bytes):
+                if not self._make_room(self._signer.chunk_bytes):
                     return False
                 self._write(name, payload)
             except (FileNotFoundError, BlockingIOError):
-                # It was emptied, or another engine takes the draft for one that was left.
+                # The directory was emptied, or another engine took the draft for one of a dead writer.
                 self._make()
                 return False
         except OSError as error:
@@ -132,7 +130,7 @@ class DiskStore:
             )
             return False
         self._entries.add(name)
-        self._total += self._seal.chunk_bytes
+        self._total += self._signer.chunk_bytes
         return True
 
     def touch(self, name: bytes) -> None:
@@ -142,7 +140,6 @@ class DiskStore:
                 _touch(self._path(name).name, dir_fd=folder, follow_symlinks=False)
 
     def discard(self, name: bytes) -> None:
-        """Forget a chunk for good."""
         self._forget(name)
         with suppress(OSError), self._opened() as folder:
             os.unlink(self._path(name).name, dir_fd=folder)
@@ -151,10 +148,10 @@ class DiskStore:
         with self._lock:
             if name in self._entries:
                 self._entries.remove(name)
-                self._total -= self._seal.chunk_bytes
+                self._total -= self._signer.chunk_bytes
 
     def refresh(self) -> None:
-        """See what engines have written or removed, in every namespace, if any have. Called every so often."""
+        """Scan all namespaces if an engine has written or removed chunks, at most every `SCAN_INTERVAL` seconds."""
         if self._clock() >= self._next_scan:
             began = time.thread_time()
             with suppress(OSError):
@@ -167,7 +164,7 @@ class DiskStore:
             self._next_scan = self._clock() + max(SCAN_INTERVAL, (time.thread_time() - began) / SCAN_SHARE)
 
     def _make(self) -> None:
-        """Make what is not there: it is new, or was removed or emptied. Raises OSError."""
+        """Make the directory, its key and the namespace's folder where they are missing. Raises OSError."""
         if self._key is not None:
             if not (self._root / "key").exists():
                 logger.warning("the KV cache directory %s was removed or emptied, and is made again", self._root)
@@ -187,13 +184,9 @@ class DiskStore:
             os.close(folder)
 
     def _namespaces(self) -> list[os.DirEntry[str]]:
-        length = 2 * len(self._seal.namespace)
+        length = 2 * len(self._signer.namespace)
         with os.scandir(self._root) as found:
             return [each for each in found if len(each.name) == length and each.is_dir(follow_symlinks=False)]
-
-    def _take_over(self, names: set[bytes]) -> None:
-        self._entries |= names
-        self._entries &= names
 
     def _path(self, name: bytes) -> Path:
         return self._directory / f"{name.hex()}.kv"
@@ -205,12 +198,12 @@ class DiskStore:
 
     def _write(self, name: bytes, payload: NDArray[np.uint8]) -> None:
         draft = f"{name.hex()}.{os.getpid()}.{threading.get_native_id()}.tmp"
-        header = self._seal.header(name, payload)
+        header = self._signer.header(name, payload)
         with self._opened() as folder:
             descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.writev(descriptor, [header, payload.data]) != self._seal.chunk_bytes:
+                if os.writev(descriptor, [header, payload.data]) != self._signer.chunk_bytes:
                     raise OSError("it is full")
                 _touch(descriptor)
                 os.rename(draft, self._path(name).name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -222,7 +215,7 @@ class DiskStore:
                 os.close(descriptor)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evict chunks of any namespace until so many bytes fit. Returns False while another engine does so."""
+        """Evict chunks of any namespace until `num_bytes` fit. Return False while another engine does so."""
         if self._total + num_bytes <= self._max_bytes:
             return True
         with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600), "wb") as lock:
@@ -263,13 +256,14 @@ class DiskStore:
                             found.append((used if used <= now else 0, status.st_size, file.path))
                             if folder.name == self._directory.name:
                                 names.add(name)
-        self._take_over(names)
+        self._entries |= names
+        self._entries &= names
         self._total = sum(size for _, size, _ in found)
         return found
 
 
 def _name_of(file_name: str) -> bytes | None:
-    """The name of the chunk in a file; None for any other file."""
+    """Return the name of the chunk in a file; None for any other file."""
     stem, _, suffix = file_name.partition(".")
     if suffix != "kv" or len(stem) != 32:
         return None
@@ -285,7 +279,7 @@ def _touch(file: int | str, **where: Any) -> None:
 
 
 def _remove_if_left(path: str) -> None:
-    """Remove a draft whose writer has died: nobody holds its lock."""
+    """Remove a draft that no writer has locked: its writer has died."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -296,11 +290,13 @@ def _remove_if_left(path: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ ram
-# Chunks in the memory of the host, for a device that has a memory of its own. Gone with the process.
 
 
 class RamStore:
-    """As `gpu.kv_tiers.stores.DiskStore`. What other threads load is never written to again."""
+    """Chunks in the host's memory, for a device with memory of its own. Lost with the process.
+
+    Its methods are those of `DiskStore`. A stored array is never written to again, since other threads may read it.
+    """
 
     name = "ram"
 

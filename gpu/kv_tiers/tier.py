@@ -1,8 +1,7 @@
-"""Threads that store and load chunks beside the steps: the `engine.scheduler.tiers.BlockTier` of a device.
+"""Threads that store and load chunks while steps run: the `engine.executor.BlockTier` of a device.
 
-The cache itself is touched on the engine's thread alone, between steps: a chunk that is stored is copied to a buffer
-there, and a chunk that was read is copied from one. So a block may be given to somebody else at any time, and who
-leaves in the middle of a load leaves nothing behind. The threads have the files and the checksums.
+Only the engine's thread touches the KV cache, between steps: it copies chunks to and from buffers, so any block may be
+reused at any time, and a request that leaves during a load leaves nothing behind. Threads do the files and checksums.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from gpu.kv_tiers.chunks import KVMemory, nothing_to_wait_for
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**20  # of a chunk, about
+CHUNK_BYTES = 2**20  # the size of a chunk, about
 NUM_BUFFERS = 8  # for storing, and as many for loading
-READERS = 2
-LOOK_AROUND = 1.0  # seconds between two looks for what other engines have stored
-WAIT_SECONDS = 0.005  # that an engine with nothing else to do waits before it looks after its inbox again
-OPENING_SECONDS = 2.0  # that a start waits for what may be found: whoever comes first should find it
-MEASURES = 16  # that an average remembers, about
-MEASURE_AGAIN = 60.0  # seconds after which what loading took is not believed any more
-CLOSING_SECONDS = 2.0  # that the end waits for the threads: a file system that does not answer may keep them for ever
+READERS = 2  # threads
+LOOK_AROUND = 1.0  # seconds between two looks for chunks that other engines have stored
+WAIT_SECONDS = 0.005  # an idle engine waits so long before it looks into its inbox again
+OPENING_SECONDS = 2.0  # a start waits so long for the stores, so that the first request finds its chunks
+MEASURES = 16  # measurements that an average remembers, about
+MEASURE_AGAIN = 60.0  # seconds after which measured load times count no more
+CLOSING_SECONDS = 2.0  # the end waits so long for the threads: a file system may never answer
 
 
 class BlockStore(Protocol):
-    """Where chunks are kept, by their names. `find` never waits; a chunk that `load` cannot give is a miss."""
+    """A store of chunks by their names. `find` never waits; a chunk that `load` cannot give is a miss."""
 
     name: str
 
@@ -54,7 +53,7 @@ class BlockStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A chunk of a load, and where it goes."""
+    """A chunk of a load, and the blocks that it goes to."""
 
     ticket: int
     index: int
@@ -64,16 +63,16 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A chunk that was read, from the store of that name, or was not there."""
+    """A chunk that was read from the store of that name; None: no store had it."""
 
     wanted: _Wanted
-    buffer: NDArray[np.uint8] | None  # None if there was no memory for it
+    buffer: NDArray[np.uint8] | None  # None: no memory for it
     store: str | None
     seconds: float
 
 
 class KVTier:
-    """The stores, fastest first, and the threads that use them. Its methods are the engine's thread's."""
+    """The stores, fastest first, and the threads that use them. Only the engine's thread calls its methods."""
 
     def __init__(
         self,
@@ -85,12 +84,12 @@ class KVTier:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open_stores` is called on a thread, since it may take long; until it is done there is nothing."""
+        """`open_stores` runs on a thread, since it may take long; until it has returned, no chunk is found."""
         self.key = key
         self.blocks_per_chunk = blocks_per_chunk
         self.payload_bytes = payload_bytes
         self.store_seconds = 0.0  # processor time that storing a chunk takes from the steps, about
-        self._load_seconds: deque[float] = deque(maxlen=MEASURES)  # that loading one took
+        self._load_seconds: deque[float] = deque(maxlen=MEASURES)  # of the last loaded chunks
         self._measured_at = 0.0
         self._memory = memory
         self._clock = clock
@@ -104,7 +103,7 @@ class KVTier:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wanted: deque[_Wanted] = deque()
         self._arrived: deque[_Read] = deque()
-        self._living: set[int] = set()  # tickets that are not cancelled
+        self._living: set[int] = set()  # tickets of loads that are not cancelled
         self._spare: deque[tuple[NDArray[np.uint8] | None, Callable[[], None]]] = deque(
             [(None, nothing_to_wait_for)] * NUM_BUFFERS
         )
@@ -119,22 +118,22 @@ class KVTier:
         self._opened.wait(OPENING_SECONDS)
 
     def find(self, name: bytes) -> bool:
-        """Whether this chunk can probably be loaded."""
+        """Return True if this chunk can probably be loaded."""
         return any(store.find(name) for store in self._stores)
 
     def is_cheaper(self, seconds: float) -> bool:
-        """Whether loading a chunk is cheaper than computing it in so many seconds, as far as either was measured.
+        """Return True if loading a chunk is cheaper than computing it in `seconds`, or if either was not measured.
 
-        A median, because a load that stood behind other work says nothing of the next; and it is forgotten, because
-        nothing is loaded, nor measured, while it says that this does not pay.
+        The median of loads is compared, since one that waited for other work says nothing of the next. It expires,
+        because nothing is loaded and measured while loading seems too expensive.
         """
         if seconds == 0.0 or not self._load_seconds:
             return True
         return self._clock() - self._measured_at > MEASURE_AGAIN or median(self._load_seconds) < seconds
 
     def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int:
-        """Begin to load chunks into these blocks each, which are the caller's until all have been polled or the load
-        was cancelled. Returns its ticket."""
+        """Begin to load each chunk into its blocks, which stay the caller's until all chunks were polled or the load
+        was cancelled. Return the load's ticket."""
         self._num_tickets += 1
         self._living.add(self._num_tickets)
         self._wanted += (
@@ -145,13 +144,13 @@ class KVTier:
         return self._num_tickets
 
     def cancel(self, ticket: int) -> None:
-        """Nothing is copied for this load any more."""
+        """Drop a load: nothing is copied for it from now on."""
         self._living.discard(ticket)
         self._wanted = deque(wanted for wanted in self._wanted if wanted.ticket != ticket)
 
     def poll(self, seconds: float) -> list[tuple[int, int, str | None]]:
-        """Copy what was read to its blocks, for so many seconds or little more. Returns ticket and number of each chunk
-        that is done, with the store that had it, or None if it could not be had."""
+        """Copy chunks that were read to their blocks, for about `seconds`. Return ticket and index of each chunk that
+        is done, with the name of its store, or None if it could not be loaded."""
         found: list[tuple[int, int, str | None]] = []
         end = time.perf_counter() + seconds
         while self._arrived and time.perf_counter() < end:
@@ -193,29 +192,28 @@ class KVTier:
         self._tasks.put(partial(self._touch, names))
 
     def discard(self, names: Iterable[bytes]) -> None:
-        """Forget these chunks for good, also those on their way: what is in them cannot be trusted."""
+        """Delete these chunks, also those still being stored: their contents cannot be trusted."""
         wrong = list(names)
         self._discard(wrong)
         self._tasks.put(partial(self._discard, wrong))
 
     def wait(self) -> None:
-        """Wait a moment for news, if there is nothing to poll yet."""
+        """Wait up to `WAIT_SECONDS` for news, if there is nothing to poll yet."""
         if not self._arrived:
             self._news.wait(WAIT_SECONDS)
         self._news.clear()
 
     @property
     def is_storing(self) -> bool:
-        """Whether what was handed over is still being stored."""
+        """Return True while chunks are being stored."""
         return len(self._free) < NUM_BUFFERS
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_stats` has something to tell."""
         return bool(self._counts)
 
     def take_stats(self) -> list[TierStats] | None:
-        """What has happened since the last time, by store; None if nothing has."""
+        """Return the stats of each store since the last call; None if nothing happened."""
         if not self._counts:
             return None
         with self._lock:
@@ -226,7 +224,7 @@ class KVTier:
         return list(counts.values())
 
     def close(self) -> None:
-        """Store what was copied, and end the threads; those that hang end with the process."""
+        """Store the chunks that were copied, and end the threads; threads that hang end with the process."""
         self._living.clear()
         self._wanted.clear()
         self._tasks.put(None)
@@ -271,7 +269,7 @@ class KVTier:
                         break
                     self._count(store.name, failed_loads=1)
         except Exception:
-            logger.exception("loading a chunk of the KV cache has failed")
+            logger.exception("a chunk of the KV cache could not be loaded; its tokens are computed")
         self._arrived.append(_Read(wanted, buffer, found, time.perf_counter() - began))
         self._news.set()
 
@@ -279,9 +277,9 @@ class KVTier:
         try:
             self._stores = open_stores()
         except Exception as error:
-            logger.warning("no KV blocks are kept: %s", error)
+            logger.warning("no KV blocks are stored: %s", error)
         sizes = [-1 for store in self._stores]
-        self._tell_sizes(sizes)
+        self._note_sizes(sizes)
         self._opened.set()
         while True:
             try:
@@ -294,9 +292,9 @@ class KVTier:
                 task()
                 for store in self._stores:
                     store.refresh()
-                self._tell_sizes(sizes)
+                self._note_sizes(sizes)
             except Exception:
-                logger.exception("storing a chunk of the KV cache has failed")
+                logger.exception("a chunk of the KV cache could not be stored")
 
     def _store(self, name: bytes, buffer: NDArray[np.uint8], wait: Callable[[], None]) -> None:
         try:
@@ -306,25 +304,23 @@ class KVTier:
                 if store.store(name, buffer):
                     took = time.perf_counter() - began
                     self._count(store.name, stored_bytes=self.payload_bytes, store_seconds=took)
-            # The steps run on several cores, of which this takes one.
+            # The steps run on several cores, and this thread takes one of them.
             took = self._copy_seconds + (time.thread_time() - cpu_began) / 2
             self.store_seconds = _average(self.store_seconds, took)
         finally:
             self._free.append(buffer)
             self._news.set()
 
-    def _tell_sizes(self, told: list[int]) -> None:
-        """Let `take_stats` tell of a store whose size has changed, by others or by a start."""
+    def _note_sizes(self, known: list[int]) -> None:
+        """Have `take_stats` report each store with another size than in `known`, which is brought up to date."""
         for index, store in enumerate(self._stores):
-            if store.num_bytes != told[index]:
-                told[index] = store.num_bytes
+            if store.num_bytes != known[index]:
+                known[index] = store.num_bytes
                 self._count(store.name)
 
     def _count(self, store: str, **amounts: float) -> None:
         with self._lock:
-            stats = self._counts.get(store)
-            if stats is None:
-                stats = self._counts[store] = TierStats(tier=store)
+            stats = self._counts.setdefault(store, TierStats(tier=store))
             for field, amount in amounts.items():
                 setattr(stats, field, getattr(stats, field) + amount)
 

@@ -24,7 +24,7 @@ from engine.plan import SchedulerOutput, most_blocks
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor
-from gpu.kv_tiers.chunks import HostMemory, Seal, TorchMemory
+from gpu.kv_tiers.chunks import HostMemory, Signer, TorchMemory
 from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import BlockStore, KVTier
 from gpu.runner.runner import WorkerOptions
@@ -113,8 +113,8 @@ class Law:
         caches = self.core.executor._worker.kv_caches
         memory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
         num_bytes = PLACES * len(self.core.config.kv_windows) * memory.block_bytes
-        seal = Seal(b"k" * 32, b"n" * 16, num_bytes)
-        stores: list[BlockStore] = [DiskStore(self.folder, seal, NUM_CHUNKS * seal.chunk_bytes)]
+        signer = Signer(b"k" * 32, b"n" * 16, num_bytes)
+        stores: list[BlockStore] = [DiskStore(self.folder, signer, NUM_CHUNKS * signer.chunk_bytes)]
         if isinstance(memory, TorchMemory):  # as beside a card
             stores.insert(0, RamStore(NUM_CHUNKS // 4 * num_bytes))
         return KVTier(memory, b"h" * 32, PLACES, num_bytes, lambda: stores)

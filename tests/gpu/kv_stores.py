@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.kv_tiers.chunks import HEADER_BYTES, Seal
+from gpu.kv_tiers.chunks import HEADER_BYTES, Signer
 from gpu.kv_tiers.stores import DiskStore, RamStore
 
 SIZE = 4096 + 24
@@ -24,7 +24,7 @@ def name(number: int) -> bytes:
 
 
 def open_store(folder: Path, *, max_chunks: int = 1000, secret: bytes = SECRET, space: bytes = b"n" * 16) -> DiskStore:
-    return DiskStore(folder, Seal(secret, space, SIZE), max_chunks * (SIZE + HEADER_BYTES))
+    return DiskStore(folder, Signer(secret, space, SIZE), max_chunks * (SIZE + HEADER_BYTES))
 
 
 def loaded(store: DiskStore | RamStore, number: int) -> NDArray[np.uint8] | None:

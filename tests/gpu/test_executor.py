@@ -270,7 +270,7 @@ def test_no_blocks_are_kept_of_a_model_whose_file_was_replaced_after_it_was_open
     try:
         assert executor.tier is not None
         assert bool(executor.tier._stores) is not is_replaced
-        assert ("no KV blocks are kept: the model's files were changed" in caplog.text) is is_replaced
+        assert ("no KV blocks are stored: the model's files were changed" in caplog.text) is is_replaced
     finally:
         executor.shutdown()
 
@@ -284,7 +284,7 @@ def test_a_directory_without_a_whole_key_is_said_and_done_without(
     executor = load_executor(files, replace(OPTIONS, kv_cache_dir=tmp_path, kv_cache_dir_size=2**24))
     executor.shutdown()
     assert executor.tier is None
-    assert f"no KV blocks are kept in {tmp_path}: " in caplog.text
+    assert f"no KV blocks are stored in {tmp_path}: " in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["kv_cache_dir_size", "kv_cache_ram"])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import ConfigError
 from gpu.device import tables
-from gpu.kv_tiers.chunks import HEADER_BYTES, HostMemory, Seal, TorchMemory
+from gpu.kv_tiers.chunks import HEADER_BYTES, HostMemory, Signer, TorchMemory
 from gpu.kv_tiers.opening import check_tiers
 from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import MEASURE_AGAIN, KVTier
@@ -92,7 +92,7 @@ def test_a_chunk_that_is_dated_in_the_future_goes_first(tmp_path: Path) -> None:
 def test_the_limit_is_that_of_the_directory_whatever_is_kept_there_by_whom(tmp_path: Path) -> None:
     now = [0.0]
     limit = 20 * (SIZE + HEADER_BYTES)
-    stores = [DiskStore(tmp_path, Seal(SECRET, space, SIZE), limit, clock=lambda: now[0]) for space in SPACES]
+    stores = [DiskStore(tmp_path, Signer(SECRET, space, SIZE), limit, clock=lambda: now[0]) for space in SPACES]
     for number in range(60):
         now[0] += 3600.0  # a look every so often
         for store in stores:
@@ -138,7 +138,7 @@ def test_the_chunks_of_a_namespace_that_no_engine_uses_go_first(tmp_path: Path) 
 
 def test_what_is_larger_than_the_limit_pushes_nobody_out(tmp_path: Path) -> None:
     for small, large in (
-        (open_store(tmp_path), DiskStore(tmp_path, Seal(SECRET, b"m" * 16, 5 * SIZE), 4 * SIZE)),
+        (open_store(tmp_path), DiskStore(tmp_path, Signer(SECRET, b"m" * 16, 5 * SIZE), 4 * SIZE)),
         (ram := RamStore(4 * SIZE), ram),
     ):
         assert all(small.store(name(number), payload(number)) for number in range(3))

@@ -157,7 +157,7 @@ def test_memory_is_taken_before_it_is_touched_and_where_there_is_none_that_is_sa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
-        with pytest.raises(HeadraceError, match=r"refuses 4\.\d MiB of memory that processes share"):
+        with pytest.raises(HeadraceError, match=r"refuses 4\.\d MiB of shared memory"):
             RingWriter(1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

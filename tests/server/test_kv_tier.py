@@ -106,7 +106,7 @@ def test_a_restarted_server_finds_what_the_one_before_has_computed(filled: tuple
         assert found["headrace:kv_tier_loaded_bytes_total{tier=disk}"] == 480 * 30 * 768
         assert found["headrace:kv_tier_load_seconds_total{tier=disk}"] > 0
         assert found["headrace:kv_tier_failed_loads_total{tier=disk}"] == 0
-        assert "KV blocks are kept in" in server.log
+        assert "KV blocks are stored in" in server.log
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 #
 #   make serve    environment, install, fetch the embedded model, start the server
 #   make chat     the same, and talk to the model in the terminal
-#   make test     environment, install, every check and test
-#   make check    what takes about a minute of it: lint, types, unit tests without servers or downloads
+#   make test     environment, install, lint, and every test that needs nothing but Python and a compiler
+#   make test-integration  the tests with browser, emulator, nginx, npm, Prometheus, Ray, agents and faults
+#   make check    about a minute: lint, types, unit tests without servers or downloads
+#   make test-changed  the tests of the modules that differ from the main branch (BASE=main)
 #   make storm    minutes of load and faults
 #   make test-builds  the tests with the AVX2 build of the C++ library alone (BUILDS="avx2 avx512 bf16")
 #   make soak     an hour of everything at once (HOURS=8)
@@ -24,7 +26,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-builds check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd lock clean
+.PHONY: help serve chat test test-integration test-changed test-builds check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -36,18 +38,28 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: chromium compiler emulator lint nginx npm prometheus systemd
+# Three workers for two cores: one that waits for a server leaves its core to the third.
+WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+
+test: compiler lint
 	$(BIN)/headrace pull
-	@# For two cores: who waits for a server leaves a core to a third.
-	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+	$(BIN)/pytest $(WORKERS) --ignore tests/integration
+
+test-integration: $(VENV)/.dev chromium compiler emulator nginx npm prometheus systemd
+	$(BIN)/headrace pull
+	$(BIN)/pytest $(WORKERS) tests/integration
+
+BASE ?= main
+test-changed: $(VENV)/.dev
+	$(BIN)/pytest --numprocesses 2 -m "not slow and not storm" $$($(BIN)/python -m lint.changed $(BASE))
 
 # As an older processor runs them.
 BUILDS ?= avx2
 test-builds: $(VENV)/.dev
-	bash .ci/with_builds "$(BUILDS)" $(MAKE) test
+	bash .ci/with_builds "$(BUILDS)" $(MAKE) test test-integration
 
-UNITS := tests/engine tests/protocol tests/app tests/lint tests/test_tables_of_contents.py \
-  $(addprefix tests/gpu/test_,host.py input_batch.py kv_cache_size.py sampler_masks.py checkpoint_gguf_file.py)
+UNITS := $(addprefix tests/,engine protocol app lint test_tables_of_contents.py) \
+  $(addprefix tests/gpu/,test_host.py test_kv_cache.py runner/test_rows.py sampling/test_masks.py checkpoint/test_gguf_file.py)
 check: lint
 	$(BIN)/pytest --numprocesses 2 -m "not slow and not storm" $(UNITS)
 
@@ -83,7 +95,7 @@ lock: $(VENV)/.dev
 	@mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) tests/npm/node_modules build *.egg-info gpu/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) tests/integration/npm/node_modules build *.egg-info gpu/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # ------------------------------------------------------------------------------------------- the environment
 # A stamp is as new as the last install, so a second run starts at once. setuptools is installed first and the build
@@ -164,10 +176,10 @@ chromium:
 	$(call from_debian,chromium,chromium)
 
 # The clients from npm that the server's tests drive, and Node from the distribution, where they are missing.
-npm: tests/npm/node_modules/.installed
+npm: tests/integration/npm/node_modules/.installed
 
-tests/npm/node_modules/.installed: tests/npm/package.json tests/npm/package-lock.json
+tests/integration/npm/node_modules/.installed: tests/integration/npm/package.json tests/integration/npm/package-lock.json
 	$(call from_debian,npm,nodejs npm)
 	@echo "Installing the clients from npm"
-	@cd tests/npm && npm ci --ignore-scripts --no-audit --no-fund --loglevel error
+	@cd tests/integration/npm && npm ci --ignore-scripts --no-audit --no-fund --loglevel error
 	@touch $@

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 
 import gpu  # noqa: F401  (sets how OpenMP's threads wait, which is read when torch is loaded)
 
+pytest_plugins = ["tests.support.servers"]  # the servers that tests of several folders share
+
 # Triton decides when it is imported whether its kernels are compiled or interpreted; here they are tested on a CPU.
 os.environ["TRITON_INTERPRET"] = "1"
 

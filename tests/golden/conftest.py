@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.frontend.llm import LLM
-from tests.embedded_model import embedded_gguf
 from tests.golden.driving import float32_llm
 from tests.golden.oracle import Oracle
+from tests.support.embedded_model import embedded_gguf
 
 
 @pytest.fixture(scope="package")

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.messages import TokenLogprobs
-from tests.embedded_model import read_gguf_once
+from tests.support.embedded_model import read_gguf_once
 
 TOLERANCE = 1e-4  # of log-probabilities, which are of the order of 1 to 10
 

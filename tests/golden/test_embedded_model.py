@@ -8,7 +8,7 @@ from engine.plan import NewRequestData
 from tests.golden.driving import RecordedExecutor, fresh_llm, plans_of
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
-from tests.gpu.test_input_batch import plan_of
+from tests.gpu.runner.test_rows import plan_of
 
 NUM_TOKENS = 32
 

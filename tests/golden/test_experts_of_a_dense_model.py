@@ -13,11 +13,11 @@ from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.weights.reading import floats, read_weights
 from gpu.worker import Worker
-from tests.embedded_model import embedded_gguf
 from tests.golden.prompts import PROMPTS
 from tests.gpu.parallel.ranks import RankExecutor
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate
+from tests.support.embedded_model import embedded_gguf
 
 LAYERS, NUM_TOKENS, COPIES, SLICES = 30, 16, 3, 8
 W = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -6,10 +6,10 @@ import pytest
 
 from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
-from tests.gemma_model import CONTINUATIONS, gemma_gguf
 from tests.golden.driving import float32_llm, fresh_llm
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
+from tests.support.gemma_model import CONTINUATIONS, gemma_gguf
 
 TEXTS = [
     *CONTINUATIONS,

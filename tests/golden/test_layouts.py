@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 from gpu.checkpoint import open_model
 from gpu.weights.reading import floats, read_weights
-from tests.cluster.cluster import RayCluster, cluster
-from tests.embedded_model import embedded_gguf
 from tests.golden.prompts import PROMPTS, chat
 from tests.golden.test_experts_of_a_dense_model import COPIES, upcycled
-from tests.server import harness
-from tests.server.harness import MODEL, Server
+from tests.integration.cluster.cluster import RayCluster, cluster
+from tests.support import harness
+from tests.support.embedded_model import embedded_gguf
+from tests.support.harness import MODEL, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.storm]
 

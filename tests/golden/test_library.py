@@ -20,7 +20,7 @@ from app.library import LLM
 from engine.errors import EngineDead
 from engine.messages import EngineCoreRequest, SamplingParams
 from tests.golden.driving import fresh_core
-from tests.interrupts import call_and_interrupt
+from tests.support.interrupts import call_and_interrupt
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -16,8 +16,8 @@ from app.serving.loading import core_factory, open_files
 from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import EngineCoreRequest, SamplingParams
-from tests.embedded_model import embedded_gguf
 from tests.golden.driving import drive, fresh_core
+from tests.support.embedded_model import embedded_gguf
 
 TOLERANCE = 0.001  # of the perplexity of float32
 MAX_MODEL_LEN = 512  # of the fixture `smollm2`

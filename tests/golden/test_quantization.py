@@ -20,10 +20,10 @@ from gpu.cpu.library import load_library
 from gpu.weights.quantization import Quantization
 from gpu.weights.reading import read_weights
 from loadtest.export_model import export_model
-from tests.embedded_model import embedded_gguf
 from tests.golden.oracle import Oracle
 from tests.golden.test_perplexity import PROSE
-from tests.server.harness import Server
+from tests.support.embedded_model import embedded_gguf
+from tests.support.harness import Server
 
 pytestmark = [
     pytest.mark.skipif(load_library() is None, reason="only the library computes with quantized weights"),

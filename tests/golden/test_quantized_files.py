@@ -18,10 +18,10 @@ from gpu.checkpoint import ModelConfig, open_model
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.weights.reading import floats, read_weights
-from tests.embedded_model import embedded_gguf
 from tests.golden.test_perplexity import CODE, MAX_MODEL_LEN, PROSE, TOLERANCE, make_core, perplexity
 from tests.gpu.checkpoint_files import TinyGGUF
 from tests.gpu.k_quants import KINDS
+from tests.support.embedded_model import embedded_gguf
 
 LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 WIDE = 768  # a multiple of 256

@@ -10,8 +10,8 @@ import pytest
 
 from app.library import LLM
 from engine.messages import SamplingParams
-from tests.chaos.test_drain import children
 from tests.golden.prompts import PROMPTS
+from tests.integration.chaos.test_drain import children
 
 pytestmark = pytest.mark.slow
 

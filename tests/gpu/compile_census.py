@@ -31,8 +31,8 @@ from tests.gpu.device_runners import (
     Again,
     make_executor,
 )
+from tests.gpu.runner.test_rows import plan_of
 from tests.gpu.sampling_helpers import new_request
-from tests.gpu.test_input_batch import plan_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -21,8 +21,8 @@ from gpu.parallel.rank_main import load
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.worker import Worker
-from tests.embedded_model import embedded_gguf
 from tests.gpu.test_executor import CONFIG
+from tests.support.embedded_model import embedded_gguf
 
 VERSION = "NVRM version: NVIDIA UNIX {kind}  {number}  Sat Sep  7 04:28:14 UTC 2025\nGCC version: gcc version 12.2.0\n"
 KINDS = ["x86_64 Kernel Module", "Open Kernel Module for x86_64"]

@@ -21,11 +21,11 @@ from gpu.models.torch_model import resolve_dtype
 from gpu.profile import TorchProfile
 from gpu.runner.runner import WorkerOptions
 from gpu.worker import Worker
-from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF
 from tests.gpu.checkpoint_files import random_weights as tiny_weights
+from tests.gpu.runner.test_rows import plan_of
 from tests.gpu.sampling_helpers import new_request
-from tests.gpu.test_input_batch import plan_of
+from tests.support.embedded_model import embedded_gguf
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",

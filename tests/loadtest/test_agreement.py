@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loadtest.agreement import LENGTHS, QUESTIONS, Agreement, Answer, Place, answers_of, divergence, is_same, num_alike
 from loadtest.servers import Server, headrace
-from tests.server.tiny_model import NAME, write_tiny_model
+from tests.support.tiny_model import NAME, write_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from loadtest.compare import RATIOS, Comparison, Record, figures_table, ratio_ta
 from loadtest.export_model import export_model
 from loadtest.peers import HEADRACE, LLAMA, VLLM
 from loadtest.servers import Server, headrace
-from tests.embedded_model import embedded_gguf
-from tests.server.tiny_model import NAME, write_tiny_model
+from tests.support.embedded_model import embedded_gguf
+from tests.support.tiny_model import NAME, write_tiny_model
 
 
 @pytest.fixture(scope="module")

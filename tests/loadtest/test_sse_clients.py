@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from loadtest.sse_clients import Work, load
-from tests.server.tiny_model import NAME, tiny_server
+from tests.support.tiny_model import NAME, tiny_server
 
 
 def measure(url: str, num_streams: int, work: Work) -> dict:

@@ -20,7 +20,7 @@ from protocol.errors import ApiError
 from protocol.syntax.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tests.protocol.message_scripts import outputs_for, scripted, scripts
 from tests.protocol.wire_helpers import output
-from tests.server.raw_client import sse_events
+from tests.support.raw_client import sse_events
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 

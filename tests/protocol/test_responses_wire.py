@@ -35,7 +35,7 @@ from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK
 from protocol.tools.kinds import Function, ToolUse
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
 from tests.protocol.wire_helpers import lp, output, token_bytes
-from tests.server.raw_client import sse_events
+from tests.support.raw_client import sse_events
 
 HEAD = Head(id="resp_1", created=1_700_000_000, model="smol")
 EVENT = TypeAdapter(ResponseStreamEvent)

@@ -21,7 +21,7 @@
 // them must see the other, which needs one order of all four, so these are sequentially consistent. The rest is relaxed:
 // a look at `left_` that is too old costs a turn.
 //
-// tests/gpu/test_pool_interleavings.py walks through all interleavings of this, step by step: keep it alike.
+// tests/gpu/cpu/test_pool_interleavings.py walks through all interleavings of this, step by step: keep it alike.
 #pragma once
 
 #include <atomic>

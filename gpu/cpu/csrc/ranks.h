@@ -15,7 +15,7 @@
 // stopped: ranks that were stopped and continued together find each other again.
 //
 // Orders of memory: arriving releases all that a rank and, by the ends of their loops, its threads wrote before; leaving
-// acquires it. tests/gpu/test_ranks_interleavings.py walks through all interleavings of this: keep it alike.
+// acquires it. tests/gpu/cpu/test_ranks_interleavings.py walks through all interleavings of this: keep it alike.
 #pragma once
 
 #include <atomic>

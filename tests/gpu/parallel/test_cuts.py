@@ -21,8 +21,8 @@ from gpu.checkpoint.families.table import FAMILIES, spec_of
 from gpu.checkpoint.tensors import Weight, checked, shapes_of
 from gpu.sharding import BLOCK, TILE, Layout, check_cuts, cut, sharded, stages
 from gpu.weights.reading import dummy_weights, floats, read_weights
-from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
+from tests.support.embedded_model import embedded_gguf
 
 FAMILY_NAMES = sorted({family.name for family in FAMILIES.values() if "num_experts" not in family.numbers})
 

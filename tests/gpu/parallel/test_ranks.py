@@ -22,7 +22,6 @@ from gpu.models import blocks
 from gpu.models.communicators import SharedTensors
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
-from tests.embedded_model import embedded_gguf
 from tests.golden.histories import small_model
 from tests.gpu.native_builds import needs_library
 from tests.gpu.parallel.ranks import (
@@ -39,6 +38,7 @@ from tests.gpu.parallel.ranks import (
 )
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
+from tests.support.embedded_model import embedded_gguf
 
 UNEVEN = {"num_attention_heads": 9, "num_key_value_heads": 3}
 GEMMA = {

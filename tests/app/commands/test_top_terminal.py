@@ -1,0 +1,102 @@
+"""`headrace top` beside a real server: live in a terminal, once in a pipe, with and without an admin key."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import Event
+
+import httpx
+import pytest
+
+from tests.support.harness import REPOSITORY, TIMEOUT, Server
+from tests.support.terminal import ESCAPES, Terminal
+from tests.support.tiny_model import tiny_server
+
+WORK = {"prompt": "A headrace", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+CLIENT = {"authorization": "Bearer client"}
+KEYS = {"HEADRACE_API_KEYS": "client", "HEADRACE_ADMIN_KEYS": "admin"}
+
+
+@pytest.fixture
+def watched() -> Iterator[Server]:
+    with tiny_server(api_keys="client", admin_keys="admin") as running:
+        yield running.wait_ready()
+
+
+def once(url: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app.commands.cli", "top", "--url", url, "--interval", "0.2"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+@contextmanager
+def working(server: Server) -> Iterator[None]:
+    """One request after the other, until the block is left."""
+    stopped = Event()
+
+    def work() -> None:
+        with suppress(httpx.TransportError):  # it is killed in the end
+            while not stopped.is_set():
+                server.client.post("/v1/completions", json=WORK, headers=CLIENT)
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(work)
+        try:
+            yield
+        finally:
+            stopped.set()
+            done.result()
+
+
+def test_a_server_is_watched_while_it_works_goes_and_comes_back(watched: Server) -> None:
+    arguments = ("top", "--url", watched.base_url, "--interval", "0.2")
+    with Terminal(*arguments, environment=KEYS) as terminal, working(watched):
+        for shown in ("1 running, 0 waiting", " ms each", "decode"):
+            terminal.wait_for(shown)
+        terminal.resize(20, 60)
+        terminal.wait_for("decode")
+
+        # In a pipe it is one look, with rates, and no escape sequences.
+        done = once(watched.base_url, **KEYS)
+        assert done.returncode == 0, done.stderr
+        assert "1 running" in done.stdout
+        assert "decode" in done.stdout
+        assert "owned" in done.stdout
+        assert not re.search(r"(?<!\d)0\.0 generated/s", done.stdout)
+        assert not ESCAPES.search(done.stdout)
+
+        # Who has no admin key sees figures.
+        done = once(watched.base_url, HEADRACE_API_KEYS="client")
+        assert "1 running" in done.stdout
+        assert "HEADRACE_ADMIN_KEYS" in done.stdout
+        assert "decode" not in done.stdout
+
+        watched.kill()
+        terminal.wait_for("No answer from")
+        again = tiny_server(api_keys="client", admin_keys="admin")
+        again.port = watched.port
+        again.base_url = watched.base_url
+        with again:
+            terminal.wait_for("0 running, 0 waiting")
+            terminal.wait_for("owned")
+            terminal.type("q")
+            assert terminal.wait_exit() == 0
+    assert "Traceback" not in terminal.shown
+
+
+def test_whom_nobody_answers_is_told() -> None:
+    done = once("http://127.0.0.1:9")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: No answer from http://127.0.0.1:9")

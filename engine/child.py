@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from engine.child_main import receive, send, to_text
+from engine.child_main import GROUP_SIGNALS, receive, send, to_text
 
 START_SECONDS = 60.0
 """Until a process is there. A tenth of one, unless the machine has much else to do."""
@@ -79,16 +81,13 @@ class ChildProcess:
     def __init__(self, main: str, packages: Sequence[str], timeout: float) -> None:
         self._socket, theirs = socket.socketpair()
         watched, self._lifeline = os.pipe()
-        # Signals to the whole group are for the server. The child will ignore them, but not before Python has started;
-        # until then it inherits that they are blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own words
+            self._process = start_process(
                 [sys.executable, "-I", "-S", "-B", "-c", _MAIN.format(main), str(timeout), *_paths(packages)],
+                {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 stdin=theirs.fileno(),
                 stdout=watched,
                 stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
                 cwd="/",
             )
         except BaseException:
@@ -96,7 +95,6 @@ class ChildProcess:
             os.close(self._lifeline)
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             os.close(watched)
         self._ended = threading.Lock()
@@ -127,3 +125,49 @@ class ChildProcess:
 
 def _paths(packages: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(str(Path(file).resolve().parents[1]) for file in (__file__, *packages)))
+
+
+# ----------------------------------------------------------------------------------------------------------- any child
+# The start and the end of a child process of any kind: bounded children, engines, ranks.
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+def start_process(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None,
+    *,
+    stdin: int = subprocess.DEVNULL,
+    death_signal: signal.Signals | None = None,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start a child that calls `engine.child_main.ignore_signals`. `options` are those of `Popen`. Raises `OSError`.
+
+    Until it has called that, the child inherits that the signals of a process group are blocked. The kernel sends
+    `death_signal` when the thread that calls this ends, even to a child that is stopped.
+    """
+    if death_signal is not None:
+        options["preexec_fn"] = partial(send_at_parents_end, death_signal)  # one system call
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    try:
+        return subprocess.Popen(command, env=environment, stdin=stdin, **options)  # noqa: S603 - our own commands
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def send_at_parents_end(number: signal.Signals) -> None:
+    """Have the kernel send this signal to the calling process when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_in_words(status: int) -> str:
+    """Return how a process ended, by its `Popen.returncode`."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with status {status}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

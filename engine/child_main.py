@@ -29,13 +29,15 @@ from contextlib import suppress
 MEMORY_LIMIT = 2**30
 """Bytes of address space. The longest rendering allowed needs half of it, in the widest characters."""
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 _HEADER = struct.Struct(">BQ")
 _PIECE = 2**18
 
 
 def serve(answer: Callable[[bytearray], tuple[int, bytes]], timeout: float) -> None:
     """Answer the parent's messages until it closes the socket. `timeout`: seconds of the processor for each."""
-    _ignore_signals()
+    ignore_signals()
     _end_with_parent()
     _limit_resources()
     with socket.socket(fileno=0) as parent, suppress(EOFError, OSError):
@@ -92,12 +94,11 @@ def to_text(received: bytearray) -> str:
     return "".join(pieces) + decoder.decode(b"", final=True)
 
 
-def _ignore_signals() -> None:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in signals:
+def ignore_signals(*others: signal.Signals) -> None:
+    """Ignore SIGINT, SIGTERM and SIGHUP, which reach a whole process group at once, and `others`."""
+    for number in (*GROUP_SIGNALS, *others):
         signal.signal(number, signal.SIG_IGN)
-    # The parent has blocked them for this process, so that none could end it before it had come to here.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # `engine.child.start_process` has blocked them
 
 
 def _end_with_parent() -> None:

@@ -213,8 +213,8 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
 
     `index` tells several engines apart in the log.
     """
-    from engine.transport.child import Child  # ZMQ: a twentieth of a start that does without
-    from engine.transport.process_client import ProcessClient
+    # ZMQ: a twentieth of a start that does without
+    from engine.transport.process_client import EngineProcess, ProcessClient
 
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
@@ -223,7 +223,7 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
         environment["CUDA_VISIBLE_DEVICES"] = share.devices
     command = [sys.executable, "-m", ENGINE_MODULE]
     return ProcessClient(
-        partial(Child, command, environment, ends_when_stopped=share.settings.engines_start_again),
+        partial(EngineProcess, command, environment, ends_when_stopped=share.settings.engines_start_again),
         {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
         on_progress=progress,
     )

@@ -7,6 +7,7 @@ life: the model is loaded there, every step runs there, and the thread's end is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
@@ -14,13 +15,12 @@ from typing import Protocol
 import anyio
 from anyio import to_thread
 
-from engine.commands import Answer, Break, Close, Command, EngineDied, Question
+from engine.commands import Answer, Answered, Ask, Break, Close, Command, EngineDied, Event, Question
 from engine.core.core import EngineCore
-from engine.errors import EngineDead
+from engine.errors import EngineDead, RequestFailed
 from engine.executor import Watched
 from engine.messages import EngineReady
 from engine.transport.channel import Deliver, EngineChannel, RequestChannel, or_dead
-from engine.transport.queries import Queries
 
 
 class EngineClient(Protocol):
@@ -110,6 +110,72 @@ class ThreadClient:
     def _make(self) -> EngineCore:
         self._core = self._make_core()
         return self._core
+
+
+class Queries:
+    """Open questions to an engine, each until its answer or the engine's end.
+
+    Sends questions with `send`, and takes their answers out of the events that the engine delivers.
+    """
+
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count()
+        self._open: dict[int, _Query] = {}
+        self._is_engine_there = False
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the engine's answer. Raises EngineDead if no engine runs or it ends before it has answered,
+        RequestFailed if it cannot answer. The answer to a cancelled question is dropped."""
+        if not self._is_engine_there:
+            raise EngineDead("no engine is running")
+        number = next(self._numbers)
+        query = self._open[number] = _Query()
+        try:
+            self._send(Ask(number, question))
+            await query.settled.wait()
+        finally:
+            del self._open[number]
+        match query.event:
+            case Answered(answer=answer) if answer is not None:
+                return answer
+            case Answered(error=error):
+                raise RequestFailed(error)
+            case EngineDied(error):
+                raise EngineDead("the engine has ended before it could answer") from error
+        raise AssertionError("settled by nothing")
+
+    def before(self, deliver: Deliver) -> Deliver:
+        """Return what takes the engine's events, and passes all but the answers on to `deliver`."""
+
+        def take(events: list[Event]) -> None:
+            others: list[Event] = []
+            for event in events:
+                if isinstance(event, Answered):
+                    if event.number in self._open:
+                        self._open[event.number].settle(event)
+                    continue
+                if isinstance(event, EngineReady):
+                    self._is_engine_there = True
+                elif isinstance(event, EngineDied):
+                    self._is_engine_there = False
+                    for query in self._open.values():
+                        query.settle(event)
+                others.append(event)
+            if others:
+                deliver(others)
+
+        return take
+
+
+class _Query:
+    def __init__(self) -> None:
+        self.settled = anyio.Event()
+        self.event: Answered | EngineDied | None = None
+
+    def settle(self, event: Answered | EngineDied) -> None:
+        self.event = self.event or event
+        self.settled.set()
 
 
 def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:

@@ -1,54 +1,68 @@
-"""The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
+"""`EngineClient` over an engine process, so that HTTP, JSON and tokenization share no interpreter lock with the steps.
 
-`ProcessClient` is the counterpart of `engine.transport.client.ThreadClient`. The other end is
-`engine.transport.process_core`.
+`engine.transport.process_core` is the other end. On one event loop; whatever happens, neither a process nor a file is
+left behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+import math
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import anyio
 import msgspec
 import zmq
 
+from engine.child import end_in_words, start_process
 from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingProgress, Question
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
 from engine.messages import EngineReady
 from engine.transport.channel import Deliver, or_dead
-from engine.transport.child import Child
-from engine.transport.queries import Queries
-from engine.transport.wire import Report
+from engine.transport.client import Queries
+from engine.transport.wire import HEARTBEAT, NumberChecker, Numberer, Report, addresses, decoder
 
-END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
+END_SECONDS = 2.5  # for a step in progress to end after Close was sent
+
+_LONGEST_PATH = 100  # of a Unix socket's 107 characters
+# The last event of a process may still be on its way when the end of the process is known. With status 0 the process
+# has sent EngineDied, so that is waited for; otherwise only events that it had sent before can come.
+LAST_EVENT_SECONDS = 2.0
+CUT_OFF_SECONDS = 0.05
+STOPPED_CHECK_SECONDS = 0.1  # between two checks whether the process is stopped
 
 
 class ProcessClient:
-    """An engine in a process of its own. `make_link` makes a hold on a new one.
+    """An engine in a process of its own. `make_process` makes a new one.
 
-    `setup` is plain data for the process; it holds no secrets. `on_progress` hears on the event loop how far loading
-    is. The process' death, by whatever cause, is known at once; the death of this one ends it.
+    `setup` is plain data for the process, without secrets. `on_progress` is called on the event loop while the model is
+    loaded. The end of the process, whatever its cause, is known at once; the end of this process ends it.
     """
 
-    def __init__(self, make_link: Callable[[], Child], setup: Any, *, on_progress: Report | None = None) -> None:
-        self._make_link = make_link
+    def __init__(
+        self, make_process: Callable[[], EngineProcess], setup: Any, *, on_progress: Report | None = None
+    ) -> None:
+        self._make_process = make_process
         self._setup = setup
         self._on_progress = on_progress or (lambda phase, done, total: None)
-        self._link: Child | None = None
+        self._process: EngineProcess | None = None
         self._queries = Queries(self.send)
         self._heartbeat = Heartbeat()
         self._is_ready = False
         self._is_ending = False
         self._gone = anyio.Event()
-        self._over: anyio.Event = anyio.Event()  # its last event has been delivered
+        self._over: anyio.Event = anyio.Event()  # the last event has been delivered
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process, while there is one."""
-        return self._link.pid if self._link else None
+        """The id of the engine's process; None if there is none."""
+        return self._process.pid if self._process else None
 
     @property
     def is_available(self) -> bool:
@@ -64,7 +78,7 @@ class ProcessClient:
 
     @property
     def kv_sequence(self) -> int:
-        """The number of the latest KV events that the engine has told."""
+        """The number of the latest KV events that the engine has sent."""
         return self._heartbeat.kv_sequence
 
     @asynccontextmanager
@@ -73,50 +87,50 @@ class ProcessClient:
         self._gone, self._over = anyio.Event(), anyio.Event()
         with ExitStack() as stack:
             try:
-                link = stack.enter_context(self._make_link())
+                process = stack.enter_context(self._make_process())
             except (OSError, zmq.ZMQError) as error:  # no descriptors, memory or room for it
                 deliver([EngineDied(EngineDead(f"the engine's process cannot be started: {error}"))])
                 yield
                 return
-            self._link, self._heartbeat = link, link.heartbeat
+            self._process, self._heartbeat = process, process.heartbeat
             try:
                 async with anyio.create_task_group() as task_group:
-                    told = or_dead(self._queries.before(deliver), lambda: self._break_off(link))
-                    task_group.start_soon(self._attend, link, told)
+                    guarded = or_dead(self._queries.before(deliver), lambda: self._break_off(process))
+                    task_group.start_soon(self._attend, process, guarded)
                     try:
                         yield
                     finally:
-                        await self._end(link)
+                        await self._end(process)
             finally:
-                self._link = None
+                self._process = None
 
     def send(self, command: Command) -> None:
-        if self._link is not None:
-            self._link.send(command)
+        if self._process is not None:
+            self._process.send(command)
 
     async def query(self, question: Question) -> dict[int, Answer]:
         return {0: await self._queries.ask(question)}
 
-    def _break_off(self, link: Child) -> None:
+    def _break_off(self, process: EngineProcess) -> None:
         self._over.set()
-        link.kill()
+        process.kill()
 
-    async def _end(self, link: Child) -> None:
-        """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""
+    async def _end(self, process: EngineProcess) -> None:
+        """End the engine. A step in progress gets `END_SECONDS`; an engine that is loading is killed at once."""
         self._is_ending = True
         if self._is_ready:
-            link.send(Close())
+            process.send(Close())
             with anyio.move_on_after(END_SECONDS, shield=True):
                 await self._gone.wait()
-        link.kill()
+        process.kill()
 
-    async def _attend(self, link: Child, deliver: Deliver) -> None:
-        """Be there for the process until it has ended, and no longer. Cancellation has to wait: `_end` sees to that."""
+    async def _attend(self, process: EngineProcess, deliver: Deliver) -> None:
+        """Deliver events until the process has ended. Shielded from cancellation: `_end` ends it."""
         try:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as task_group:
-                    task_group.start_soon(self._listen, link, deliver)
-                    ended = await link.wait_gone()
+                    task_group.start_soon(self._listen, process, deliver)
+                    ended = await process.wait_gone()
                     with anyio.move_on_after(ended.last_event_seconds):
                         await self._over.wait()
                     task_group.cancel_scope.cancel()
@@ -125,18 +139,18 @@ class ProcessClient:
                     shut_down = EngineDead("the engine has been shut down")
                     deliver([EngineDied(shut_down if self._is_ending else ended.error)])
         finally:
-            link.kill()
+            process.kill()
             self._gone.set()
 
-    async def _listen(self, link: Child, deliver: Deliver) -> None:
-        await link.connect(self._setup)
+    async def _listen(self, process: EngineProcess, deliver: Deliver) -> None:
+        await process.connect(self._setup)
         while not self._over.is_set():
             events: list[Event] = []
             try:
-                received = await link.receive()
-            except (msgspec.MsgspecError, RecursionError) as error:  # it is not what it was; nothing of it is believed
-                received = [EngineDied(EngineDead(f"the engine's process says what is no event: {error}"))]
-                link.kill()
+                received = await process.receive()
+            except (msgspec.MsgspecError, RecursionError) as error:  # events before it in the same batch are dropped
+                received = [EngineDied(EngineDead(f"the engine's process has sent an invalid event: {error}"))]
+                process.kill()
             for event in received:
                 match event:
                     case LoadingProgress(phase, done, total):
@@ -149,3 +163,141 @@ class ProcessClient:
                 events.append(event)
             if events:
                 deliver(events)
+
+
+class Ended(NamedTuple):
+    """How an engine's process has ended."""
+
+    error: EngineDead
+    last_event_seconds: float  # for which its last event may still be on its way
+
+
+class EngineProcess:
+    """An engine process with its sockets, heartbeat and lifeline. A context manager that starts and ends it.
+
+    `command` must call `engine.transport.process_core.serve_parent`. Its last two arguments will be the path of a
+    private directory and the number of its end of the lifeline.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        ends_when_stopped: bool = False,
+    ) -> None:
+        """With `ends_when_stopped`, a process that is stopped (SIGSTOP), and so cannot answer, is killed."""
+        self._command = command
+        self._environment = environment
+        self._ends_when_stopped = ends_when_stopped
+        self._encode = Numberer().encode
+        self._decode = decoder(Event).decode
+        self._numbers = NumberChecker()
+        self._peer: bytes | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            directory = Path(stack.enter_context(_private_directory()))
+            self.heartbeat = Heartbeat.create(directory / HEARTBEAT)
+            context = zmq.Context()
+            stack.callback(context.destroy, linger=0)
+            down, up = addresses(directory)
+            self._down = _bind(context, zmq.ROUTER, down)
+            self._up = _bind(context, zmq.PULL, up)
+            self._lifeline, theirs = socket.socketpair()
+            stack.callback(self._lifeline.close)
+            with theirs:
+                arguments = [*self._command, str(directory), str(theirs.fileno())]
+                self._process = start_process(arguments, self._environment, pass_fds=(theirs.fileno(),))
+            stack.callback(self._end)
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._resources.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def connect(self, setup: Any) -> None:
+        """Wait for the engine's first message, then send its setup: plain data, before all commands.
+
+        ROUTER would drop anything sent earlier, because it does not know its peer yet.
+        """
+        while self._peer is None:
+            try:
+                self._peer, *_ = self._down.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                await anyio.wait_readable(_descriptor(self._down))
+        self.send(setup)
+
+    def send(self, message: Any) -> None:
+        """Send without waiting: the high-water mark is off. ZMQ drops messages to an engine that has ended."""
+        if self._peer is not None:
+            self._down.send_multipart([self._peer, self._encode(message)], zmq.NOBLOCK)
+
+    async def receive(self) -> list[Event]:
+        """Return all events that have arrived, in order, and wait for the first. Raises msgspec.DecodeError for a
+        message that is no event."""
+        while True:
+            events: list[Event] = []
+            # The descriptor of a ZMQ socket reports a change only once. So wait for it only after a receive has failed,
+            # which has seen every change so far.
+            with suppress(zmq.Again):
+                while True:
+                    events.append(self._decode(self._numbers.content_of(self._up.recv(zmq.NOBLOCK))))
+            if events:
+                return events
+            await anyio.wait_readable(_descriptor(self._up))
+
+    async def wait_gone(self) -> Ended:
+        """Wait until the process has ended, and reap it."""
+        is_over = False
+        while not is_over:
+            with anyio.move_on_after(STOPPED_CHECK_SECONDS if self._ends_when_stopped else math.inf):
+                await anyio.wait_readable(self._lifeline)  # nothing is ever sent on it: readable means closed
+                is_over = True
+            if not is_over and self._is_stopped():
+                self.kill()
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it is about to be a zombie
+            await anyio.sleep(0.002)
+        error = EngineDead(f"the engine's process {end_in_words(status)}")
+        return Ended(error, CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
+
+    def _is_stopped(self) -> bool:
+        # The process state decides, not silence: a slow process on a busy machine is not a stopped one.
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """Make a directory that other users cannot enter, so that they cannot talk to the engine."""
+    too_long = len(tempfile.gettempdir()) > _LONGEST_PATH - len("/headrace-12345678/heartbeat")
+    return tempfile.TemporaryDirectory(
+        prefix="headrace-",
+        dir="/tmp" if too_long else None,  # noqa: S108 - made for this process alone
+        ignore_cleanup_errors=True,
+    )
+
+
+def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
+
+
+def _descriptor(of: zmq.Socket[bytes]) -> int:
+    descriptor = of.get(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor

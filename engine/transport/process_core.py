@@ -11,7 +11,6 @@ process is stopped at that time.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -27,16 +26,17 @@ from typing import Any, NoReturn
 
 import zmq
 
+from engine.child import send_at_parents_end
+from engine.child_main import ignore_signals
 from engine.commands import Command, Event, LoadingProgress, RequestsBegun
 from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
 from engine.transport.channel import Inbox
 from engine.transport.client import run_loop
-from engine.transport.wire import HEARTBEAT, Ends, NumberChecker, Numberer, Report, decoder
+from engine.transport.wire import HEARTBEAT, NumberChecker, Numberer, Report, addresses, decoder
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 LINGER_MILLISECONDS = 2000  # until the parent has taken what was sent
 
 Build = Callable[[Any, Report], EngineCore]
@@ -47,52 +47,37 @@ def serve_parent(build: Build) -> NoReturn:
 
     `build` makes the core on the main thread, from what `ProcessClient` was given as setup, and reports how far it is.
     """
-    _ignore_signals()
+    ignore_signals()
     # The kernel resumes this process when its parent ends: a stopped process would not see the lifeline's end.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    send_at_parents_end(signal.SIGCONT)
     *_, directory, descriptor = sys.argv
     private = Path(directory)
     threading.Thread(target=_end_with_parent, args=(int(descriptor), private), name="lifeline", daemon=True).start()
-    channel = ProcessChannel(Ends.within(private))
+    channel = ProcessChannel(*addresses(private))
     setup = channel.connect()
 
     def make_core() -> EngineCore:
         core = build(setup, channel.report)
         core.heartbeat = Heartbeat.open(private / HEARTBEAT)
         core.heartbeat.wake()
-        keep_what_is_loaded()
-        return core
-
-    run_and_exit(make_core, channel)
-
-
-def run_and_exit(make_core: Callable[[], EngineCore], channel: ProcessChannel) -> NoReturn:
-    """The rest of an engine process' life."""
-
-    def make_telling_core() -> EngineCore:
-        core = make_core()
         core.on_begin = lambda request_ids: channel.send(RequestsBegun(request_ids))
+        gc.collect()
+        gc.freeze()  # the loaded objects live as long as the process: no collection needs to look at them again
         return core
 
-    run_loop(make_telling_core, channel)
+    run_loop(make_core, channel)
     channel.close()
     logging.shutdown()
     # Neither a library's thread nor its exit handler may hold up the end: everything has been said.
     os._exit(0)
 
 
-def keep_what_is_loaded() -> None:
-    """It lives as long as the process: no collection needs to look at it again."""
-    gc.collect()
-    gc.freeze()
-
-
 class ProcessChannel(Inbox):
     """An `engine.transport.channel.EngineChannel` to the front end, which has bound these ends."""
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, down: str, up: str) -> None:
         super().__init__()
-        self._ends = ends
+        self._down_address, self._up_address = down, up
         self._outbox: SimpleQueue[Event | None] = SimpleQueue()
         self._numbers = NumberChecker()
         # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
@@ -101,7 +86,7 @@ class ProcessChannel(Inbox):
 
     def connect(self) -> Any:
         """Say that this process is there, wait for its setup, and start to listen and talk."""
-        self._connect(self._down, self._ends.down)
+        self._connect(self._down, self._down_address)
         self._down.send(b"")
         setup = decoder(Any).decode(self._receive())
         threading.Thread(target=vital, args=(self._listen,), name="engine-input", daemon=True).start()
@@ -136,7 +121,7 @@ class ProcessChannel(Inbox):
     def _talk(self) -> None:
         context = zmq.Context()
         up = context.socket(zmq.PUSH)
-        self._connect(up, self._ends.up)
+        self._connect(up, self._up_address)
         encode = Numberer().encode
         while (event := self._outbox.get()) is not None:
             up.send(encode(event))  # it copies the buffer
@@ -152,14 +137,6 @@ def vital(work: Callable[[], None]) -> None:
         logger.critical("A thread that the engine cannot do without has failed", exc_info=True)
         logging.shutdown()
         os._exit(1)
-
-
-def _ignore_signals() -> None:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in signals:
-        signal.signal(number, signal.SIG_IGN)
-    # The parent has blocked them for this process, so that none could end it before it had come to here.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def _end_with_parent(descriptor: int, directory: Path) -> NoReturn:

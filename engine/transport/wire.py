@@ -5,41 +5,31 @@
 
 Each message begins with its number, which shows a lost or doubled message. The engine then counts as dead, because its
 requests may lack outputs without a sign of it.
-
 The sockets are Unix sockets in a private directory.
-
-`engine.transport.child` imports it in the front end, `engine.transport.process_core` in the engine's process.
 """
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import msgspec
 
 from engine.errors import ErrorInWords, HeadraceError
 
-# Files of the private directory that both sides know.
-DOWN, UP, HEARTBEAT = "down", "up", "heartbeat"
+HEARTBEAT = "heartbeat"  # a file of the private directory
 
 _NUMBER = struct.Struct("<Q")
 
 
-class Ends(msgspec.Struct, frozen=True):
-    """The ZMQ addresses at which an engine finds its front end."""
-
-    down: str
-    up: str
-
-    @classmethod
-    def within(cls, directory: Path) -> Self:
-        return cls(f"ipc://{directory / DOWN}", f"ipc://{directory / UP}")
+def addresses(directory: Path) -> tuple[str, str]:
+    """Return the ZMQ addresses of the sockets `down` and `up` in the private directory."""
+    return f"ipc://{directory / 'down'}", f"ipc://{directory / 'up'}"
 
 
 class Report(Protocol):
-    """Is told how far loading is; a `gpu.checkpoint.Progress`."""
+    """Reports how far loading is; a `gpu.checkpoint.Progress`."""
 
     def __call__(self, phase: str, done: int, total: int | None) -> None: ...
 
@@ -78,12 +68,12 @@ class NumberChecker:
 
 
 def encoder() -> msgspec.msgpack.Encoder:
-    """Of commands and events, into msgpack."""
+    """Return an encoder of commands and events into msgpack."""
     return msgspec.msgpack.Encoder(enc_hook=_in_words)
 
 
 def decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Of what `encoder` made of a type."""
+    """Return a decoder of what `encoder` made of this type."""
     return msgspec.msgpack.Decoder(of, dec_hook=_from_words)
 
 

@@ -7,7 +7,6 @@ again. The kernel tells of an end: no timeout has to pass.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -27,6 +26,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
+from engine.child import end_in_words, signal_name, start_process
 from engine.errors import EngineDead, HeadraceError, RankLost
 from engine.executor import StepHandle
 from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
@@ -418,9 +418,6 @@ def _setup(
 
 LONGEST_MESSAGE = 2**30  # bytes
 
-PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl
-
 
 class RankChild:
     """A process of one rank, whose main is `module`. `on_end(index, why)` is called once, on a thread of its own."""
@@ -474,7 +471,12 @@ class RankChild:
     def _live(self, module: str, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
         # It is started here, because the kernel ends it with the thread that has started it.
         try:
-            process = _start(module, passed, self.index)
+            process = start_process(
+                [sys.executable, "-m", module, str(passed[0]), f"rank={self.index}"],  # the last for ps
+                {**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
+                pass_fds=passed,
+                death_signal=signal.SIGKILL,
+            )
         except BaseException as error:
             started.set_exception(error)
             return
@@ -482,22 +484,11 @@ class RankChild:
         # Left to be waited for, so that its number is not another's before all who know it are done with it.
         what = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         assert what is not None
-        if what.si_code == os.CLD_EXITED:
-            self._on_end(self.index, f"has ended with status {what.si_status}")
-        elif what.si_code == os.CLD_STOPPED:
-            self._on_end(self.index, f"was stopped by {_name(what.si_status)}")
+        if what.si_code == os.CLD_STOPPED:
+            self._on_end(self.index, f"was stopped by {signal_name(what.si_status)}")
         else:
-            self._on_end(self.index, f"was killed by {_name(what.si_status)}")
-
-
-def _start(module: str, passed: Sequence[int], index: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", module, str(passed[0]), f"rank={index}"],  # the last for ps
-        stdin=subprocess.DEVNULL,
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
-        pass_fds=passed,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
-    )
+            has_exited = what.si_code == os.CLD_EXITED
+            self._on_end(self.index, end_in_words(what.si_status if has_exited else -what.si_status))
 
 
 def seconds_without_a_core(pid: int) -> float:
@@ -511,15 +502,3 @@ def seconds_without_a_core(pid: int) -> float:
             with suppress(OSError):  # this one has
                 nanoseconds += int((thread / "schedstat").read_text().split()[1])
     return nanoseconds / 1e9
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process with the one that has started it, even if it is stopped then."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from engine.child_main import ignore_signals
 from engine.errors import ErrorInWords, HeadraceError
 from gpu.checkpoint import ModelFiles, open_model
 from gpu.parallel.links import RingReader, RingWriter, StageLink
@@ -38,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 def main(configure: Callable[[RankSetup], None] = lambda setup: None) -> NoReturn:
     """`configure` is called first, with what the driver has sent."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals(signal.SIGTSTP)
     up = Connection(int(sys.argv[1]))
     setup = msgspec.msgpack.decode(up.recv_bytes(), type=RankSetup)
     configure(setup)

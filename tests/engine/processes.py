@@ -14,10 +14,9 @@ import msgspec
 
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest
-from engine.transport.child import Child
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
-from engine.transport.process_client import ProcessClient
+from engine.transport.process_client import EngineProcess, ProcessClient
 from engine.transport.wire import Report
 from tests.engine.helpers import RecordingObserver, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
@@ -34,7 +33,7 @@ def process_client(
     on_progress: Report | None = None, *, ends_when_stopped: bool = False, **options: Any
 ) -> ProcessClient:
     setup = msgspec.to_builtins(simulation(**options))
-    child = partial(Child, COMMAND, ends_when_stopped=ends_when_stopped)
+    child = partial(EngineProcess, COMMAND, ends_when_stopped=ends_when_stopped)
     return ProcessClient(child, setup, on_progress=on_progress)
 
 

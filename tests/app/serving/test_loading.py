@@ -18,10 +18,9 @@ from app.serving import loading
 from app.serving.loading import divide, make_client, open_files
 from engine.errors import ConfigError
 from engine.messages import FinishReason, SamplingParams
-from engine.transport.child import Child
 from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
-from engine.transport.process_client import ProcessClient
+from engine.transport.process_client import EngineProcess, ProcessClient
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.model_files import no_progress
 from gpu.runner.runner import WorkerOptions
@@ -37,7 +36,7 @@ def client(**settings: Any) -> object:
 
 def environment_of(process: object) -> dict[str, str]:
     """What an engine's process will be started with."""
-    _, environment = cast(partial[Child], cast(ProcessClient, process)._make_link).args
+    _, environment = cast(partial[EngineProcess], cast(ProcessClient, process)._make_process).args
     return dict(environment)
 
 

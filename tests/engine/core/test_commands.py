@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import engine.core.core
 import engine.transport.channel
-import engine.transport.child
+import engine.transport.process_client
 import engine.transport.process_core
 import engine.transport.wire
 from engine.commands import (
@@ -169,10 +169,15 @@ def test_every_command_is_carried_out_and_every_question_answered() -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [engine.transport.channel, engine.transport.child, engine.transport.process_core, engine.transport.wire],
+    [
+        engine.transport.channel,
+        engine.transport.process_client.EngineProcess,
+        engine.transport.process_core,
+        engine.transport.wire,
+    ],
     ids=lambda way: way.__name__,
 )
-def test_nothing_on_the_way_knows_a_command_by_its_name(way: ModuleType) -> None:
+def test_nothing_on_the_way_knows_a_command_by_its_name(way: ModuleType | type) -> None:
     names = {node.id for node in ast.walk(ast.parse(inspect.getsource(way))) if isinstance(node, ast.Name)}
     assert not names & {word.__name__ for word in members(Command) | members(Question) | members(Answer)}
 

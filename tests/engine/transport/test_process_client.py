@@ -19,9 +19,8 @@ from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetS
 from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
-from engine.transport.child import Child
 from engine.transport.data_parallel import DataParallelClient
-from engine.transport.process_client import ProcessClient
+from engine.transport.process_client import EngineProcess, ProcessClient
 from engine.transport.replica import NOTHING_DONE
 from engine.transport.wire import NumberChecker, Numberer, decoder, encoder
 from tests.engine.helpers import make_request, until
@@ -43,7 +42,7 @@ async def test_a_process_that_ends_without_a_word_is_told_with_its_status(loadin
 
 
 async def test_a_command_that_is_no_engine_is_a_dead_engine() -> None:
-    llm = AsyncLLM(ProcessClient(partial(Child, [sys.executable, "-c", "raise SystemExit(3)"]), {}), TOKENIZER)
+    llm = AsyncLLM(ProcessClient(partial(EngineProcess, [sys.executable, "-c", "raise SystemExit(3)"]), {}), TOKENIZER)
     async with llm.running():
         with pytest.raises(EngineDead, match="status 3"):
             await llm.wait_ready()
@@ -51,12 +50,12 @@ async def test_a_command_that_is_no_engine_is_a_dead_engine() -> None:
 
 BABBLER = """
 import pathlib, sys, zmq
-from engine.transport.wire import Ends
+from engine.transport.wire import addresses
 *_, messages, directory, lifeline = sys.argv
-ends, context = Ends.within(pathlib.Path(directory)), zmq.Context()
+(to_down, to_up), context = addresses(pathlib.Path(directory)), zmq.Context()
 down, up = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
-down.connect(ends.down)
-up.connect(ends.up)
+down.connect(to_down)
+up.connect(to_up)
 down.send(b"")
 for number, message in enumerate(messages.split(",")):
     while b"ResetPrefixCache" not in down.recv() and number > 0:
@@ -69,9 +68,9 @@ READY = EngineReady(vocab_size=VOCAB_SIZE, num_blocks=64, block_size=4, max_mode
 NO_BLOCKS = msgspec.structs.replace(READY, block_size=0)
 
 
-def babbler(*said: str) -> Child:
+def babbler(*said: str) -> EngineProcess:
     """Send the first of these messages (hexadecimal, *count) after the setup, the next one after ResetPrefixCache."""
-    return Child([sys.executable, "-c", BABBLER, ",".join(said)])
+    return EngineProcess([sys.executable, "-c", BABBLER, ",".join(said)])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ async def test_what_is_no_event_ends_its_engine_and_not_the_front_end(said: str)
     client = ProcessClient(lambda: babbler(said), {})
     llm = AsyncLLM(client, TOKENIZER)
     async with llm.running():
-        with pytest.raises(EngineDead, match="says what is no event: (?!message)"):
+        with pytest.raises(EngineDead, match="has sent an invalid event: (?!message)"):
             await llm.wait_ready()
     assert client.pid is None
 
@@ -95,13 +94,13 @@ async def test_one_of_several_that_makes_no_sense_starts_again_and_the_others_go
 
     def make(index: int) -> ProcessClient:
         client = process_client()
-        make_real = client._make_link
+        make_real = client._make_process
 
-        def make_link() -> Child:
+        def make_process() -> EngineProcess:
             started.append(index)
             return babbler(*said) if index == 0 and started.count(0) == 1 else make_real()
 
-        client._make_link = make_link
+        client._make_process = make_process
         return client
 
     parallel = DataParallelClient(make, 2, 8)
@@ -287,8 +286,8 @@ async def test_a_message_that_is_lost_or_doubled_makes_the_engine_dead_and_no_ho
     fault: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving("process", step_seconds=0.01) as engine:
-        link = engine.client._link
-        assert isinstance(link, Child)
+        link = engine.client._process
+        assert isinstance(link, EngineProcess)
 
         class Faulty:
             """One of the link's sockets, with one fault."""

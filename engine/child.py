@@ -1,4 +1,4 @@
-"""Child processes under limits of the kernel, from their parent's side; one that misses its deadline is killed."""
+"""The parent's side of child processes: bounded children, killed at a deadline, and the start of any other child."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any
 from engine.child_main import GROUP_SIGNALS, receive, send, to_text
 
 START_SECONDS = 60.0
-"""Until a process is there. A tenth of one, unless the machine has much else to do."""
+"""The limit for the start of a process, which takes a tenth of a second on an idle machine."""
 
 _MAIN = "import sys; sys.path += sys.argv[2:]; from {} import main; main(float(sys.argv[1]))"
-_ENVIRONMENT = ("TZ", "TZDIR", "LD_LIBRARY_PATH")  # templates may tell the date; nothing else reaches the process
+_ENVIRONMENT = ("TZ", "TZDIR", "LD_LIBRARY_PATH")  # templates may show the date; no other variable reaches the process
 
 
 class ChildPool:
-    """Processes of one main: as many as callers at once, started when they are needed. Thread-safe."""
+    """Bounded children of one main module, as many as callers at once, started on demand. Thread-safe."""
 
     def __init__(self, main: str, packages: Sequence[str], timeout: float) -> None:
         self._new = partial(ChildProcess, main, packages, timeout)
@@ -36,13 +36,13 @@ class ChildPool:
         self.is_closed = False
 
     def take_idle(self) -> ChildProcess | None:
-        """One that nobody uses; None if there is none."""
+        """Return a process that is not in use; None if there is none."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
     def start(self) -> ChildProcess:
-        """A new one. Raises `EOFError` when the pool is closed, `OSError` if there can be none."""
-        # The lock is kept until the process is in the set: one that `close` does not find would outlive the server.
+        """Start a process. Raises `EOFError` if the pool is closed, `OSError` if no process can be started."""
+        # The lock is held until the process is in the set: `close` must find it, or it would outlive the server.
         with self._lock:
             if self.is_closed:
                 raise EOFError
@@ -51,19 +51,19 @@ class ChildPool:
             return process
 
     def give_back(self, process: ChildProcess) -> None:
-        """It may be used again."""
+        """Make a process available to `take_idle` again."""
         with self._lock:
             self._idle.append(process)
 
     def end(self, process: ChildProcess) -> None:
-        """It is of no more use."""
+        """End a process that cannot be used again."""
         process.end()
         with self._lock:
             self._processes.discard(process)
 
     def close(self) -> None:
-        """End every process, those in use too, and start no more."""
-        self.is_closed = True  # before the lock, which is not fair: threads that start processes could keep it for good
+        """End all processes, even those in use, and start no more."""
+        self.is_closed = True  # before the lock, which is not fair: threads that start processes could keep it forever
         with self._lock:
             processes = list(self._processes)
         for process in processes:
@@ -73,9 +73,9 @@ class ChildPool:
 
 
 class ChildProcess:
-    """One process, used by one thread at a time, except that any may kill it.
+    """A bounded child, which runs a module's `main(timeout)`. One thread at a time uses it; any thread may kill it.
 
-    `main` is the module whose `main(timeout)` it runs; `packages` are files of what that imports.
+    `packages` are files of packages that the module imports.
     """
 
     def __init__(self, main: str, packages: Sequence[str], timeout: float) -> None:
@@ -101,8 +101,8 @@ class ChildProcess:
         self._is_there = False
 
     def exchange(self, message: bytes, seconds: float, longest: float = math.inf) -> tuple[int, str]:
-        """Send `message`, and return the answer's kind and text. Raises `TimeoutError`, `OSError`, `EOFError`,
-        `UnicodeDecodeError`."""
+        """Send `message`, and return the kind and text of the answer, which has at most `longest` bytes. Raises
+        `TimeoutError` after `seconds`, `OSError`, `EOFError`, and `UnicodeDecodeError`."""
         if not self._is_there:
             receive(self._socket, 0, time.monotonic() + START_SECONDS)
             self._is_there = True
@@ -115,7 +115,7 @@ class ChildProcess:
         self._process.kill()
 
     def end(self) -> None:
-        """Kill it, and leave nothing of it. May be called twice."""
+        """Kill the process and free everything it holds. May be called twice."""
         if self._ended.acquire(blocking=False):
             self._process.kill()
             self._process.wait()

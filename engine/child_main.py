@@ -1,13 +1,10 @@
-"""The start of a bounded child process: limits, framing, and the watchdog that ends it with its parent.
+"""The child's side of child processes: the limits and messages of a bounded child, and the end with the parent.
 
-`protocol.jinja_sandbox` renders templates in one; `engine.child` is its parent. Such a process (a bounded child) has no
-secrets, no files and no network, and can neither start a process nor write a file. Its standard input is a socket to
-its parent, its standard output the reading end of a lifeline.
-
-Every message is a kind (1 byte), a length (8 bytes) and UTF-8, in which lone surrogates pass. The first one says that
-the process is there, from when on the parent's clock runs. It ends by its parent's word (the socket's end), by its
-parent's end (the lifeline's), or by SIGKILL at the deadline, which the parent watches. It ignores SIGINT and SIGTERM,
-which reach a whole group at once.
+1. A bounded child has no secrets, no files and no network, and can neither start a process nor write a file. Its
+   standard input is a socket to its parent (`engine.child`), its standard output the reading end of a lifeline.
+2. Every message is a kind (1 byte), a length (8 bytes) and UTF-8, which may have lone surrogates. The child sends the
+   first message when it is ready; then the parent's deadlines begin.
+3. A bounded child ends when the socket or the lifeline is closed, or by SIGKILL from its parent at a deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 MEMORY_LIMIT = 2**30
-"""Bytes of address space. The longest rendering allowed needs half of it, in the widest characters."""
+"""Bytes of address space. The longest allowed rendering, of the widest characters, needs half of it."""
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -36,7 +33,7 @@ _PIECE = 2**18
 
 
 def serve(answer: Callable[[bytearray], tuple[int, bytes]], timeout: float) -> None:
-    """Answer the parent's messages until it closes the socket. `timeout`: seconds of the processor for each."""
+    """Answer the parent's messages until it closes the socket, each in at most `timeout` seconds of processor time."""
     ignore_signals()
     _end_with_parent()
     _limit_resources()
@@ -50,14 +47,15 @@ def serve(answer: Callable[[bytearray], tuple[int, bytes]], timeout: float) -> N
 
 
 def send(to: socket.socket, kind: int, payload: bytes, deadline: float | None = None) -> None:
-    """One message. `deadline` is one of `time.monotonic`. Raises `OSError`."""
+    """Send one message. `deadline` is a time of `time.monotonic`. Raises `OSError`."""
     for piece in (_HEADER.pack(kind, len(payload)), payload):
         _wait_until(deadline, to)
-        to.sendall(piece)  # the socket's timeout is one for all of it
+        to.sendall(piece)  # the socket's timeout holds for the whole piece
 
 
 def receive(source: socket.socket, longest: float = math.inf, deadline: float | None = None) -> tuple[int, bytearray]:
-    """The kind and payload of the next message. Raises `OSError`, `EOFError` at the end or beyond `longest` bytes."""
+    """Return the kind and payload of the next message. Raises `OSError`, and `EOFError` at the end of the messages or
+    for more than `longest` bytes."""
     kind, size = _HEADER.unpack(_exactly(source, _HEADER.size, deadline))
     if size > longest:
         raise EOFError
@@ -81,13 +79,13 @@ def _wait_until(deadline: float | None, waits: socket.socket) -> None:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8, lone surrogates included: messages may hold them."""
+    """Encode as UTF-8, lone surrogates included: messages may hold them."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def to_text(received: bytearray) -> str:
-    """What `to_bytes` was given. Raises `UnicodeDecodeError`."""
-    # In pieces, because each of them keeps the interpreter to itself.
+    """Undo `to_bytes`. Raises `UnicodeDecodeError`."""
+    # In pieces, because the interpreter lock is held while one is decoded.
     decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
     view = memoryview(received)
     pieces = [decoder.decode(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE)]
@@ -102,9 +100,9 @@ def ignore_signals(*others: signal.Signals) -> None:
 
 
 def _end_with_parent() -> None:
-    # Nothing is ever written to the lifeline, so the kernel's one message about it is that its other end was closed. It
-    # comes as SIGKILL, because a template may be in a call of C in which Python would not look at anything milder.
-    # (PR_SET_PDEATHSIG would watch the parent's thread, which ends when that has been idle.)
+    # Nothing is ever written to the lifeline, so the kernel signals only that its other end was closed. The signal is
+    # SIGKILL, because a template may be in a C call, in which Python would not handle any other signal.
+    # (PR_SET_PDEATHSIG would watch the parent's thread, which ends when it has been idle.)
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(1, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(1, fcntl.F_SETOWN, os.getpid())
@@ -127,7 +125,7 @@ def _limit_resources() -> None:
 
 
 def _limit_time(timeout: float) -> None:
-    # The backstop for a parent that does not watch its clock. Time that was used counts for ever, so the limit moves.
+    # A second limit, in case the parent does not keep the deadline. Used time is never reset, so the limit moves.
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + timeout) + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -136,10 +134,8 @@ def _limit_time(timeout: float) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- end when stopped
-# A process that is stopped answers nobody, and cannot say so: a child of its own sees it, and kills it.
-#
-# For those whose parent is not ours; where it is, it is told (`gpu.parallel.multiproc`). What is looked at is the
-# state, not silence: a busy machine is not taken for a stopped process.
+# A stopped process (SIGSTOP) cannot answer, so a child of its own watches its state and kills it. For processes with a
+# foreign parent; our own parents see it themselves (`gpu.parallel.multiproc`). A busy process is not taken for stopped.
 
 
 _WATCH = """
@@ -154,6 +150,6 @@ while os.getppid() == watched:
 
 
 def end_when_stopped() -> None:
-    """From now on this process is killed when it is stopped, and so is known to have ended."""
+    """Have this process killed when it is stopped, so that others see that it has ended."""
     command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid())]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603

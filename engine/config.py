@@ -13,18 +13,18 @@ class EngineConfig:
     KV geometry (block size and count) and the vocabulary are not here: the executor knows them.
     """
 
-    max_model_len: int  # prompt and output tokens of one request, at most
-    max_num_seqs: int = 64  # requests that run at the same time, at most
+    max_model_len: int  # maximum of prompt and output tokens of one request
+    max_num_seqs: int = 64  # maximum of requests that run at the same time
     max_num_batched_tokens: int = 512  # token budget of one step
     max_sampled_tokens: int = 1  # of one request in one step; more than one where the executor verifies drafts
-    target_inter_token_latency: float = 0.08  # seconds; prefill beside running streams is cut to keep it
+    target_inter_token_latency: float = 0.08  # seconds; the prefill in steps that also decode is limited to keep it
     enable_prefix_caching: bool = True
     prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
     kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.plan`)
-    # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
+    # Steps in flight. At 2 the device finds the next step waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
-    # Parts of the device that work one after the other, each on another plan: a request is in one plan at a time, and
-    # those that run are divided among as many plans.
+    # Parts of the device that work in sequence, each on another plan. A request is in one plan at a time, so the
+    # running requests are divided among as many plans.
     num_stages: int = 1
     eos_token_ids: tuple[int, ...] = ()
     compute_form: str = ""  # device and form of the weights, in words: with other ones, logits differ
@@ -40,9 +40,6 @@ class EngineConfig:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------- clock
-# What time it is. Whoever needs to know is handed a clock, so that a simulation can hand in its own.
-
-
-# Seconds that only grow. What is compared across processes needs `time.monotonic`, one for all of a machine on Linux.
 Clock = Callable[[], float]
+"""Seconds that never decrease. Code that needs the time gets a clock, so that a simulation can pass its own. Times that
+are compared across processes need `time.monotonic`, which on Linux is one clock for all processes of a machine."""

@@ -14,8 +14,8 @@ class HeadraceError(Exception):
 class InvalidRequest(HeadraceError):
     """A request that can never run: the client must change it.
 
-    `param` names the field in the client's own words (``"temperature"``, ``"messages.0.content"``); the message
-    says what was given and what is allowed. `code` is an optional machine-readable word such as
+    `param` is the field's name in the client's request (``"temperature"``, ``"messages.0.content"``); the message
+    names the value and what is allowed. `code` is an optional machine-readable word such as
     ``"context_length_exceeded"``.
     """
 
@@ -26,7 +26,7 @@ class InvalidRequest(HeadraceError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt of `num_tokens` tokens, or at least so many, for a context of `max_model_len`."""
+    """A prompt of `num_tokens` tokens, or more, for a context of `max_model_len`."""
 
     def __init__(
         self, num_tokens: int, max_model_len: int, *, param: str, is_exact: bool = True, needs_answer: bool = True
@@ -44,19 +44,19 @@ class PromptTooLong(InvalidRequest):
 
 
 class EngineNotReady(HeadraceError):
-    """The model is still being loaded; nothing can be generated yet."""
+    """The engine cannot generate yet: the model is still being loaded."""
 
 
 class EngineDead(HeadraceError):
-    """The engine has ended; nothing will be generated any more."""
+    """The engine has ended and will not generate again."""
 
 
 class EngineLost(EngineDead):
-    """The process of an engine has gone, or its machine."""
+    """The process or the machine of an engine has ended."""
 
 
 class RankLost(EngineLost):
-    """One of the processes that compute a model together has gone, and the others are of no use without it."""
+    """One of the processes that compute a model together has ended; the others cannot compute without it."""
 
     def __init__(self, rank: int, host: str, why: str) -> None:
         super().__init__(f"rank {rank} on {host} {why}")
@@ -65,21 +65,21 @@ class RankLost(EngineLost):
 
 
 class StepAbandoned(HeadraceError):
-    """A step was broken off because every request in it has been aborted."""
+    """A step was interrupted because all its requests have been aborted."""
 
 
 class RequestFailed(HeadraceError):
-    """One request failed inside the engine (`FinishReason.ERROR`); others are unharmed."""
+    """One request failed in the engine (`FinishReason.ERROR`); other requests go on."""
 
 
 class ProfileTooLarge(HeadraceError):
-    """What was recorded of an executor's steps is more than an answer may hold."""
+    """The profile of an executor's steps exceeds the size of an answer."""
 
 
 class ConfigError(HeadraceError):
     """A setting that cannot work with this model or on this machine; the operator must change it.
 
-    The message says what was given, what is allowed and a value that works.
+    The message names the setting, its value, what is allowed and a value that works.
     """
 
     def __init__(self, setting: str, value: object, *, allowed: str, hint: str) -> None:
@@ -89,15 +89,15 @@ class ConfigError(HeadraceError):
 
 
 # ------------------------------------------------------------------------------------------------------ errors in words
-# Errors on their way from one process to another; `engine.transport.wire` and `gpu.parallel` import it.
+# Errors as messages between processes.
 
 
 class ErrorInWords(msgspec.Struct, array_like=True):
-    """An error on its way: its class and words, with the traceback as text."""
+    """An error as a message: its class, its text and its traceback."""
 
     kind: str
     message: str
-    traceback: str  # of what has to be looked into; empty where the message tells everything
+    traceback: str  # empty if the message says everything
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInWords:
@@ -110,17 +110,17 @@ class ErrorInWords(msgspec.Struct, array_like=True):
         )
 
     def error(self) -> HeadraceError:
-        """The same error on this side: of the same class if it is one of ours and known here, else EngineDead."""
+        """Return the error, of the same class if it is a HeadraceError that is known here, else EngineDead."""
         kind = _known_errors().get(self.kind, EngineDead)
         error = kind.__new__(kind)
-        Exception.__init__(error, self.message)  # classes with further arguments have made their message of them
+        Exception.__init__(error, self.message)  # a class with other arguments has already made its message from them
         if self.traceback:
             error.__cause__ = RemoteError(self.traceback)
         return error
 
 
 class RemoteError(Exception):
-    """Stands for what was raised in another process: its text is the traceback there."""
+    """Stands for an exception in another process; its text is the traceback."""
 
     def __str__(self) -> str:
         return f"in another process\n\n{self.args[0].rstrip()}"
@@ -137,5 +137,5 @@ def _known_errors() -> dict[str, type[HeadraceError]]:
 
 
 def _encodable(text: str) -> str:
-    """File names may hold what is no text."""
+    """Escape the lone surrogates that file names may hold."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -293,7 +293,7 @@ def test_a_tier_that_no_piece_fits_into_is_refused(setting: str, tmp_path: Path)
     files = open_model(str(tiny_gguf(tmp_path / "model.gguf", 0)))
     executor = UniProcExecutor(Worker(CONFIG, random_weights(), OPTIONS), CONFIG.vocab_size)
     try:
-        with pytest.raises(ConfigError, match=f"{setting} is 1000 bytes: .* at least 2MiB, in which [0-9]+ tokens"):
+        with pytest.raises(ConfigError, match=f"{setting} is 1000 bytes: .* at least 2MiB, which hold [0-9]+ tokens"):
             executor.open_tier(files, replace(OPTIONS, kv_cache_dir=tmp_path / "kv", **sizes), None)
     finally:
         executor.shutdown()

@@ -1,16 +1,13 @@
 """Attention over the paged KV cache.
 
-The torch backend is the reference, and serves where no kernel does: keys and values are gathered through the block
-table into contiguous memory and handed to torch's own scaled-dot-product attention; queries of one KV head share its
-keys without repeating them.
+The torch backend is the reference, and serves where no kernel does. It gathers keys and values through the block table
+and calls torch's scaled-dot-product attention. The Triton backend calls the kernels of `gpu.kernels`. Both promise:
 
-The Triton backend calls the kernels of `gpu.kernels`. Both backends promise:
-
-- Only the slots of a request's own tokens are read, never a slot past its length. Free blocks may hold anything, NaN
-  included: masking alone would not do, because 0 * NaN is NaN.
-- A request's result does not depend on the others in the batch, but for the last bits of a float: padding adds exact
-  zeros, yet may change the order of a sum.
-- Memory beyond the cache is bounded by the tokens that one decode group or one chunk can see.
+1. Only the slots of a request's own tokens are read, never a slot past its length. Free blocks may hold anything, even
+   NaN: a mask would not suffice, because 0 * NaN is NaN.
+2. A request's result does not depend on other requests of the batch, except in the last bits of a float: padding adds
+   exact zeros, but may change the order of a sum.
+3. Memory beyond the cache is bounded by the tokens that one decode group or one chunk sees.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class TorchAttention:
         self.heads = heads
         self.block_size = block_size
         self.group_size = heads.query // heads.kv
-        # What the layers of one step share, and the metadata it was made from (held, so that its id stays its own).
+        # Shared by the layers of one step, with the metadata it was made from (held, so that its id is not reused).
         self._plan: tuple[AttentionMetadata, _Plan] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -168,7 +165,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to gather and what to mask: the same for all layers of a step."""
+    """The gathers and masks of a step, the same for all its layers."""
 
     decodes: list[_DecodeGroup]
     chunks: list[_Chunk]
@@ -298,8 +295,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of one step belong, to layers of one KV group (`gpu.kv_cache`). B requests, T tokens in all;
-    requests lie one after the other in T.
+    """The places of a step's tokens in the cache, for layers of one KV group (`gpu.kv_cache`): B requests, one after
+    the other, with T tokens in all.
 
     The first `num_decodes` requests have exactly one token in this step; the others have more, or none. `seq_lens`
     counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length, or
@@ -320,7 +317,7 @@ class AttentionMetadata:
     def of_groups(
         cls, *, block_tables: torch.Tensor, slot_mappings: torch.Tensor, **shared: Any
     ) -> list[AttentionMetadata]:
-        """Of each KV group: `block_tables` is [groups, B, max_blocks], `slot_mappings` [groups, T]."""
+        """Return one for each KV group: `block_tables` is [groups, B, max_blocks], `slot_mappings` [groups, T]."""
         tables = zip(block_tables, slot_mappings, strict=True)
         return [cls(block_table=table, slot_mapping=slots, **shared) for table, slots in tables]
 
@@ -329,7 +326,7 @@ class PlainAttention(Protocol):
     """Attention with heads of one kind (`gpu.checkpoint.architecture.Heads`); one object serves all layers of it."""
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The zeroed cache of one layer, in the layout of this backend."""
+        """Return the zeroed cache of one layer, in this backend's layout."""
         ...
 
     def forward(
@@ -347,7 +344,7 @@ class PlainAttention(Protocol):
 
 @runtime_checkable
 class FusedAttention(Protocol):
-    """A backend that takes the merged projection as it is, where a kernel rotates and stores in one pass."""
+    """A backend with a kernel that rotates and stores the merged projection in one pass."""
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
@@ -370,21 +367,21 @@ AttentionBackend = PlainAttention | FusedAttention
 
 
 # ------------------------------------------------------------------------------------------------------- triton backend
-# Paged attention by the kernels of gpu.kernels: what serves on CUDA, and on a CPU through their torch references.
+# Paged attention by the kernels of `gpu.kernels` on CUDA, and on a CPU by their torch references.
 
 
 class TritonAttention:
     """A `FusedAttention`.
 
-    A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`. Of the
-    metadata the host's lists are not needed: any step may be captured in a graph. Its padding has `slot_mapping` -1 and
+    A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`. It does
+    not need the metadata's lists on the host, so any step may be captured in a graph. Padding has `slot_mapping` -1 and
     `seq_lens` 0.
     """
 
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
         self.block_size = block_size
-        # What all layers of one step share, and the lengths it was made from (held, so that their id stays their own).
+        # Shared by the layers of one step, with the lengths it was made from (held, so that their id is not reused).
         self._work: tuple[torch.Tensor, AttentionWork | None] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Executors: how a plan gets to the device. The application makes one here and hands it to the engine.
-
-`UniProcExecutor` runs one worker in the engine's own thread.
-"""
+"""The executor of one worker in the engine's own thread. The application makes it and hands it to the engine."""
 
 from __future__ import annotations
 
@@ -28,14 +25,13 @@ if TYPE_CHECKING:
 
 
 def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> UniProcExecutor:
-    """Load a model; call it in the thread that will run the steps.
+    """Load a model; call it in the thread that will run the steps. It reports to `files.progress`.
 
-    How far it is can be told from `files.progress`. Raises ConfigError for options that cannot work, ModelError for
-    files.
+    Raises ConfigError for options that cannot work, ModelError for files.
     """
     options = options or WorkerOptions()
     check_tiers(options, resolve_device(options.device))
-    digest = digest_of_weights(files) if options.kv_cache_dir is not None else None  # beside loading them
+    digest = digest_of_weights(files) if options.kv_cache_dir is not None else None  # on a thread
     worker, cost = load_worker(files, options, Layout())
     executor = UniProcExecutor(worker, files.config.vocab_size)
     executor.summary += cost
@@ -44,8 +40,8 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
 
 
 def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ranks: Any) -> tuple[Worker, str]:
-    """A worker with its weights, and what it has cost to round them, in words. `ranks` are a `Worker`'s arguments where
-    it is one of several."""
+    """Return a worker with its weights, and a text on the error of rounding them. `ranks` are a `Worker`'s arguments
+    for one of several ranks."""
     device = resolve_device(options.device)
     spec = rank_spec(files.config, options, device, layout)
     ranks |= {"spec": spec, "progress": files.progress}
@@ -84,7 +80,7 @@ class UniProcExecutor:
         self._profile: WorkerProfile | None = None
 
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
-        """What the options want beside the KV cache, where it can be had."""
+        """Open the tier that the options ask for, if any."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
             caches, num_groups = self._worker.kv_caches, len(self.kv_windows)
             self.tier = open_tier(caches, num_groups, files, options, self.compute_form, digest)
@@ -116,7 +112,7 @@ class UniProcExecutor:
 
 
 def device_name(device: str) -> str:
-    """The model of what computes."""
+    """Return the model name of the device."""
     if device.startswith("cuda"):
         from gpu.device.warm_up import device_name as name_of
 

@@ -29,7 +29,7 @@ class KVCacheSize:
     bytes_per_block: int  # over all layers of a KV group
     max_model_len: int
     num_tokens: int  # of contexts as long as that
-    layers: str = ""  # of a block, where it is not all
+    layers: str = ""  # of a block, in words, if it has not all of them
 
     def __str__(self) -> str:
         return (
@@ -40,7 +40,7 @@ class KVCacheSize:
 
 
 def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
-    """The context to build the model for. Raises ConfigError for one that the model does not have."""
+    """Return the context length to build the model for. Raises ConfigError if the model has fewer positions."""
     limit = config.max_position_embeddings
     if max_model_len is None:
         return limit
@@ -55,8 +55,8 @@ def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
 
 
 def check_weights_fit(spec: DecoderSpec, free: int, fewest_bits: int = 4) -> None:
-    """Raise ModelError for a model, or a rank's part of it, that does not fit with `fewest_bits` for each weight:
-    filling memory could end the process. `free` is in bytes."""
+    """Raise ModelError for a model, or a rank's part of one, that needs more than `free` bytes with `fewest_bits` for
+    each weight: running out of memory could end the process."""
     num_weights = sum(map(math.prod, shapes_of(spec).values()))
     fewest_bytes = num_weights * fewest_bits // 8
     if fewest_bytes > free:
@@ -67,7 +67,7 @@ def check_weights_fit(spec: DecoderSpec, free: int, fewest_bits: int = 4) -> Non
 
 
 def check_memory(num_bytes: int, free: int, setting: str = "kv_cache_memory", where: str = "on the device") -> None:
-    """Raise ConfigError for a cache that there is no room for: filling it could end the process."""
+    """Raise ConfigError for a cache larger than the `free` bytes: running out of memory could end the process."""
     if num_bytes > free:
         raise ConfigError(
             setting,
@@ -92,11 +92,11 @@ def kv_cache_size(
 ) -> KVCacheSize:
     """Choose the size in blocks.
 
-    `kv_cache_memory` bytes are taken in full when given. Otherwise it is the `budget` in bytes, or less where
-    `max_num_seqs` requests of the longest context need less. `tokens_held` is for how many tokens a block takes memory,
-    where that is more than `block_size`. A rank's `spec` tells which heads and layers it has the keys and values of. A
-    `max_model_len` of None is the model's own, lowered to what the cache holds. Raises ConfigError if not even one
-    block fits, or no request of the given `max_model_len`.
+    If `kv_cache_memory` is given, the cache takes all of it; else it takes `budget`, or less if `max_num_seqs` requests
+    of the longest context need less (all in bytes). `tokens_held` are the tokens that a block takes memory for, if they
+    are more than `block_size`. A rank's `spec` has its heads and layers. A `max_model_len` of None is the model's own,
+    lowered to the tokens that the cache holds. Raises ConfigError if not even one block fits, or no request of the
+    given `max_model_len`.
     """
     longest = check_max_model_len(config, max_model_len)
     spec = spec or spec_of(config)
@@ -146,14 +146,12 @@ def size_text(num_bytes: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ kv layout
-# Where each layer of a model has its keys and values: in which KV group, and at which place in the group's blocks.
-#
-# `engine.plan` says what groups are for. Torch-free; models, worker and the size of the cache ask here.
+# The KV group of each layer, and the layer's slot in the group's blocks. `engine.plan` explains groups. Torch-free.
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Layer l has the memory of slot `slots[l]`, and the block table of group `groups[l]` says where in it."""
+    """Layer l uses the memory of slot `slots[l]`, at the places in the block table of group `groups[l]`."""
 
     windows: tuple[int | None, ...]  # of each group
     groups: tuple[int, ...]  # of each layer
@@ -165,14 +163,14 @@ class KVLayout:
 
     @property
     def num_slots(self) -> int:
-        """Layers of a group, for each of which a block has room."""
+        """The layers that a block has room for."""
         return max(self.slots) + 1
 
 
 def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
-    """Groups as large as the kind of layer that has the fewest; the last group of another kind may not be full.
+    """Return groups as large as the rarest kind of layer; the last group of another kind may not be full.
 
-    The groups are the same for all ranks of a model. With `spec`, what a rank has of it, layers and slots are its own.
+    The groups are the same for all ranks of a model. With a rank's `spec`, layers and slots are those of the rank.
     """
     windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
     kinds = sorted(set(windows), key=lambda window: window or 0)  # full ones first

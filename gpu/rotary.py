@@ -1,6 +1,6 @@
 """The angles of rotary position embedding (Su et al., arXiv:2104.09864), with the scalings of long-context checkpoints.
 
-Whoever computes a model makes its table of them: the library (`gpu.cpu.decoder`) and torch (`gpu.models.layers`).
+The C++ library (`gpu.cpu.decoder`) and torch (`gpu.models.layers`) make their tables from them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Floats = NDArray[np.float32]
 def rotations(
     max_positions: int, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Iterator[tuple[slice, Floats, Floats]]:
-    """Positions with the cosines and the sines of their angles, [positions, head_dim / 2] each, by the scaling's factor
-    longer; some at a time: beside a long table is no room for more.
+    """Yield positions with the cosines and sines of their angles, [positions, head_dim / 2] each, multiplied by the
+    scaling's factor. They come in parts, because memory may not suffice for a second long table.
 
-    Computed in float32, to be rounded once: bfloat16 cannot tell positions above 256 apart.
+    Computed in float32 and rounded once by the caller: bfloat16 cannot distinguish positions above 256.
     """
     inverse = inverse_frequencies(head_dim, theta, scaling)
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
@@ -35,10 +35,8 @@ def rotations(
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Floats:
-    """Radians per position of each pair, float32 [head_dim / 2].
-
-    Raises ModelError for a `rope_type` that is not implemented.
-    """
+    """Return the radians per position of each pair, float32 [head_dim / 2]. Raises ModelError for an unknown
+    `rope_type`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inverse: Floats = np.float32(1) / np.float32(theta) ** exponents
     if scaling is None:
@@ -55,9 +53,8 @@ def _scale_linear(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
 
 
 def _scale_llama3(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
-    """Llama 3.1: slow down what turns less than `low_freq_factor` times in the original context, leave alone what
-    turns more than `high_freq_factor` times, and blend between. The formula of Meta's `apply_scaling`, as
-    `rope_type: llama3` has it in Hugging Face."""
+    """Llama 3.1: slow down pairs that turn less than `low_freq_factor` times in the original context, keep pairs that
+    turn more than `high_freq_factor` times, and blend between. This is the formula of Meta's `apply_scaling`."""
     turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clip(0, 1)
@@ -65,8 +62,8 @@ def _scale_llama3(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
 
 
 def _scale_yarn(inverse: Floats, scaling: RopeScaling, theta: float) -> Floats:
-    """YaRN (Peng et al., arXiv:2309.00071, 3.2): as Llama 3's, but what is blended is linear in the dimension, between
-    those that turn `beta_fast` and `beta_slow` times in the original context."""
+    """YaRN (Peng et al., arXiv:2309.00071, 3.2): as Llama 3's, but the blend is linear in the dimension, between those
+    that turn `beta_fast` and `beta_slow` times in the original context."""
     dimensions = 2 * len(inverse)
     original = scaling.original_max_position_embeddings
     bounds = [

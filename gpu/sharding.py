@@ -1,13 +1,12 @@
 """The layout of ranks, and the part of each tensor that a rank holds.
 
-A stage of the pipeline has some of the layers; of each, a tensor rank has some heads and some inner features, and some
-of the vocabulary at both ends. Heads are cut by KV group, so that no key is computed twice; where there are fewer KV
-heads than ranks, several ranks have the same one and share its queries. Nothing has to divide evenly.
+A pipeline stage has some of the layers. A tensor rank has some heads and inner features of each, and a part of the
+vocabulary. Heads are cut by KV group; if there are fewer KV heads than ranks, several ranks share one. Nothing has to
+divide evenly. Matrices behind heads and inner features are cut in one of two ways:
 
-What follows heads and inner features is cut in one of two ways. By its inputs (row parallel, Megatron-LM,
-arXiv:1909.08053): then every rank has a part of each sum, and an all-reduce adds them up. Or by its outputs (column
-parallel), like all else: then an all-gather of the inputs goes before, and each output is the same sum in the same
-order whatever the number of ranks.
+1. By their inputs (row parallel, Megatron-LM, arXiv:1909.08053): every rank has partial sums, which an all-reduce adds.
+2. By their outputs (column parallel), like all others: an all-gather of the inputs goes before, and each output is the
+   same sum in the same order for any number of ranks.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 
-TILE = 16  # outputs that the CPU library computes together: cuts lie between tiles
-BLOCK = 32  # inputs that share a scale in most quantized types: cuts lie between blocks where ranks get one each
-STEP_TOKENS = 8  # of the steps for which stages are balanced
+TILE = 16  # outputs that the C++ library computes together: cuts are between tiles
+BLOCK = 32  # inputs that share a scale in most quantized types: cuts are between blocks if there is one for each rank
+STEP_TOKENS = 8  # tokens of the steps for which stages are balanced
 
 
 def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
-    """This rank's part of a model: the shapes of its tensors, and their ranges in the checkpoint's. `gathers`: every
-    matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
+    """Return this rank's part of a model: its tensors' shapes, and their ranges in the checkpoint's. With `gathers`,
+    every matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
     if layout.world_size == 1:
         return spec
     cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
@@ -64,7 +63,7 @@ def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
 
 
 def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
-    """Raise the ConfigError that any rank would find, and one for experts that a model has not."""
+    """Raise the ConfigError of any rank, and one for expert parallelism of a model without experts."""
     if layout.enable_expert_parallel and not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
         raise ConfigError(
             "enable_expert_parallel",
@@ -77,7 +76,7 @@ def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
 
 
 def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
-    """Of a model's weights those that `spec` has, and of each its part; others pass unread."""
+    """Yield the part that `spec` has of each of a model's weights. Weights that it has no part of are not read."""
     ranges = ranges_of(spec)
     for given, weight in weights:
         name = text_name(given)
@@ -86,8 +85,8 @@ def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tu
 
 
 def stages(spec: DecoderSpec, count: int) -> list[Range]:
-    """Which layers each stage has, at least one: so that the stage of which a step reads the most weights has as few
-    as can be, the head's among them. (Of the embedding it reads a row for each token.) Raises ConfigError."""
+    """Return the layers of each stage, at least one: the stage that reads the most weights in a step, including the
+    head's, has as few as possible. (Of the embedding a step reads one row per token.) Raises ConfigError."""
     if count > len(spec.layers):
         raise ConfigError(
             "pipeline_parallel_size",
@@ -101,7 +100,7 @@ def stages(spec: DecoderSpec, count: int) -> list[Range]:
 
     @cache
     def ends(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """The largest stage of `left` for the layers from `first` on, and where each ends."""
+        """Return the cost of the largest of `left` stages for the layers from `first` on, and where each ends."""
         if left == 1:
             return sum(costs[first:]), (len(costs),)
         return min(
@@ -115,8 +114,8 @@ def stages(spec: DecoderSpec, count: int) -> list[Range]:
 
 
 def weights_read(layer: LayerSpec) -> int:
-    """How many weights of a layer a step of `STEP_TOKENS` tokens reads: of its experts' as many as are to be expected
-    when each token goes to any `top_k` of them."""
+    """Return the weights of a layer that a step of `STEP_TOKENS` tokens reads; of experts, the expected number if each
+    token goes to `top_k` random ones."""
     network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in parts_of(layer))
     if not isinstance(network, MoESpec):
         return weights
@@ -157,7 +156,7 @@ class _Cutter:
         )
 
     def heads(self, query: int, kv: int) -> tuple[Range, Range]:
-        """Which query and which KV heads this rank has."""
+        """Return the query heads and the KV heads of this rank."""
         if self.size > query:
             raise ConfigError(
                 "tensor_parallel_size",
@@ -181,7 +180,7 @@ class _Cutter:
         return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
 
     def experts(self, spec: MoESpec) -> MoESpec:
-        """Experts are spread over the ranks, whole; or, if that is not asked for and sums may be in parts, each is cut
+        """Spread whole experts over the ranks; or, if that is not asked for and sums may be partial, cut each expert
         like a dense network. Every rank has the router."""
         if not (self.whole_experts or self.gathers):
             return replace(spec, experts=tuple(map(self.gated, spec.experts)))
@@ -196,10 +195,10 @@ class _Cutter:
         return replace(spec, experts=spec.experts[first:last], first=first)
 
     def after(self, part: Part, columns: Range) -> Part:
-        """A matrix behind heads or inner features, of whose inputs this rank computes `columns`."""
+        """Cut a matrix behind heads or inner features; this rank computes `columns` of its inputs."""
         if self.gathers:
             return outputs(part, self.features(part.shape[0]))
-        # Partial sums are added up, and the bias is in one of them.
+        # Partial sums are added up, and only rank 0's has the bias.
         return _cut(replace(part, bias=part.bias and self.rank == 0), -1, columns)
 
     def vocabulary(self, part: Part) -> Part:
@@ -209,7 +208,7 @@ class _Cutter:
         return features(size, self.size, self.rank, unit)
 
 
-# How a feed-forward network of each kind is cut.
+# The cutter's method for each kind of feed-forward network.
 FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
     SwiGLUSpec: _Cutter.gated,
     GeGLUSpec: _Cutter.gated,
@@ -218,20 +217,20 @@ FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
 
 
 def share(count: int, ranks: int, rank: int) -> Range:
-    """Which of `count` things a rank has: as many as any other, or one more."""
+    """Return a rank's range of `count` things; no rank has two more than another."""
     each, more = divmod(count, ranks)
     return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
 
 
 def features(size: int, ranks: int, rank: int, unit: int | None = None) -> Range:
-    """A rank's share of so many features, in units. Raises ConfigError where there are too few of these."""
+    """Return a rank's range of features, cut between units. Raises ConfigError for fewer units than ranks."""
     unit = unit or (BLOCK if size % BLOCK == 0 and size // BLOCK >= ranks else TILE)
     count = -(-size // unit)
     if ranks > count:
         raise ConfigError(
             "tensor_parallel_size",
             ranks,
-            allowed=f"{size} features of this model are cut in units of {unit}, of which each rank needs one",
+            allowed=f"{size} features of this model are cut into units of {unit}, and each rank needs one unit",
             hint=f"tensor_parallel_size={count} works",
         )
     first, last = share(count, ranks, rank)
@@ -239,12 +238,12 @@ def features(size: int, ranks: int, rank: int, unit: int | None = None) -> Range
 
 
 def vocabulary(size: int, ranks: int) -> list[Range]:
-    """Which tokens each tensor rank has. Raises ConfigError where there are too few."""
+    """Return the token ids of each tensor rank. Raises ConfigError for too few tokens."""
     return [features(size, ranks, rank) for rank in range(ranks)]
 
 
 def outputs(part: Part, rows: Range) -> Part:
-    """These outputs of a matrix or elements of a vector, with their bias."""
+    """Cut a matrix to these outputs, or a vector to these elements, with their bias."""
     return _cut(part, 0, rows)
 
 
@@ -257,20 +256,19 @@ def _cut(part: Part, dimension: int, bounds: Range) -> Part:
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
-# How a model is divided among ranks: all that its layers know of that.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the groups, and which rank of the world this is.
+    """The sizes of the groups, and the number of this rank in the world.
 
-    The layers of a model are divided among the stages of a pipeline, and each layer among the tensor ranks of its
-    stage, which lie side by side. Raises ConfigError for sizes below 1.
+    A model's layers are divided among pipeline stages, and each layer among the tensor ranks of its stage, which have
+    consecutive numbers. Raises ConfigError for sizes below 1.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    enable_expert_parallel: bool = False  # the tensor ranks of a stage have whole experts, and not a part of each
+    enable_expert_parallel: bool = False  # the tensor ranks of a stage have whole experts instead of parts of each
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -301,15 +299,9 @@ class Layout:
         return self.pp_rank == self.pipeline_parallel_size - 1
 
 
-# --------------------------------------------------------------------------------------------------------- communicator
-# Collectives among the tensor ranks of one stage. Torch-free.
-
-
 class Communicator(Protocol):
-    """One of `size` ranks, for one thread at a time. All make the same calls in the same order.
-
-    Each call raises RankLost where another rank does not come before a deadline.
-    """
+    """Collectives of the `size` tensor ranks of a stage, for one thread at a time. All ranks make the same calls in the
+    same order. A call raises RankLost if another rank misses its deadline."""
 
     rank: int
     size: int

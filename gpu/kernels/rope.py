@@ -1,8 +1,8 @@
-"""From the merged projection to rotated queries and a written cache, in one pass.
+"""Rotary positions and the write to the KV cache in one pass over the merged projection.
 
-The KV cache of one layer is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: the tokens of a block lie
-one after the other for each head, so that a block of one head is one run of memory (4 KiB for 16 tokens of 128
-bfloat16). A slot is `block id * block_size + offset`; slot -1 writes nothing.
+The KV cache of one layer is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: for each head the tokens
+of a block are contiguous, so a block of one head is one run of memory (4 KiB for 16 tokens of 128 bfloat16). A slot is
+`block id * block_size + offset`; slot -1 writes nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gpu.kernels.dispatch import on_triton
+from gpu.kernels.dispatch import on_triton, tl, triton
+
+# Heads of one token per program. Eight heads of 128 are 2 KiB: enough work for four warps, and a single token of a
+# decode still spreads over several multiprocessors.
+BLOCK_HEADS = 8
 
 
 def rope_and_cache(
@@ -26,21 +30,42 @@ def rope_and_cache(
 ) -> torch.Tensor:
     """Normalize (Qwen3) and rotate queries and keys, and store keys and values at their slots.
 
-    `qkv` is [T, num_heads + 2 * num_kv_heads, head_dim], queries first, then keys, then values; its queries are
-    rotated in place and returned as a view, [T, num_heads, head_dim]. What stands in its keys afterwards is
-    unspecified. `positions` and `slot_mapping` are int64 [T]. `table` is [2, max_positions, head_dim], the cosines and
-    signed sines of `gpu.models.layers.RotaryEmbedding`; pairs are (i, i + head_dim / 2). `qk_norm` is [2, head_dim],
-    the RMSNorm weights of query and key heads. All arithmetic is float32, rounded once.
+    `qkv` is [T, num_heads + 2 * num_kv_heads, head_dim], queries first, then keys, then values; its queries are rotated
+    in place and returned as a view, [T, num_heads, head_dim]. Its keys are unspecified afterwards. `positions` and
+    `slot_mapping` are int64 [T]. `table` is [2, max_positions, head_dim], the cosines and signed sines of
+    `gpu.models.layers.RotaryEmbedding`; pairs are (i, i + head_dim / 2). `qk_norm` is [2, head_dim], the RMSNorm
+    weights of query and key heads. All arithmetic is float32, rounded once.
     """
-    if on_triton(qkv):
-        from gpu.kernels.jit import rope
-
-        return rope.rope_and_cache(
+    if not on_triton(qkv):
+        return rope_and_cache_reference(
             qkv, positions, table, kv_cache, slot_mapping, num_heads=num_heads, qk_norm=qk_norm, eps=eps
         )
-    return rope_and_cache_reference(
-        qkv, positions, table, kv_cache, slot_mapping, num_heads=num_heads, qk_norm=qk_norm, eps=eps
-    )
+    num_tokens = qkv.shape[0]
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    if num_tokens:
+        _rope_and_cache[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, BLOCK_HEADS))](
+            qkv,
+            positions,
+            table,
+            kv_cache,
+            slot_mapping,
+            table if qk_norm is None else qk_norm,
+            eps,
+            qkv.stride(0),
+            qkv.stride(1),
+            table.stride(0),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            kv_cache.stride(2),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            HAS_NORM=qk_norm is not None,
+            BLOCK_HEADS=BLOCK_HEADS,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        )
+    return qkv[:, :num_heads]
 
 
 def rope_and_cache_reference(
@@ -54,7 +79,7 @@ def rope_and_cache_reference(
     qk_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """`rope_and_cache` in torch."""
+    """Do the work of `rope_and_cache` in torch."""
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     rotated = qkv[:, : num_heads + num_kv_heads].float()
     if qk_norm is not None:
@@ -70,3 +95,68 @@ def rope_and_cache_reference(
     query = qkv[:, :num_heads]
     query.copy_(rotated[:, :num_heads])
     return query
+
+
+@triton.jit
+def _rope_and_cache(
+    qkv_ptr,
+    positions_ptr,
+    table_ptr,
+    cache_ptr,
+    slots_ptr,
+    norm_ptr,
+    eps,
+    token_stride,
+    head_stride,
+    sines_stride,  # from the cosines to the sines
+    cache_block_stride,
+    cache_kv_stride,
+    cache_head_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    pair = tl.arange(0, BLOCK_HALF)
+    in_half = pair < HALF
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
+    source = qkv_ptr + token * token_stride + head[:, None] * head_stride + pair[None, :]
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+
+    # A value passes through unchanged: norm, cosine and sine are 1, 1 and 0 for it.
+    if HAS_NORM:
+        weight = norm_ptr + tl.where(is_query, 0, HEAD_DIM)[:, None] + pair[None, :]
+        inverse = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
+        normed = inside & (~is_value)[:, None]
+        low *= tl.where(normed, inverse * tl.load(weight, mask=normed, other=1.0).to(tl.float32), 1.0)
+        high *= tl.where(normed, inverse * tl.load(weight + HALF, mask=normed, other=1.0).to(tl.float32), 1.0)
+    angle = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + HALF + pair
+    cosine = tl.load(angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(angle + sines_stride, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.where(is_value[:, None], 1.0, cosine)
+    sine = tl.where(is_value[:, None], 0.0, sine)
+    rotated_low = low * cosine - high * sine
+    rotated_high = high * cosine + low * sine
+
+    queries = inside & is_query[:, None]
+    tl.store(source, rotated_low.to(qkv_ptr.dtype.element_ty), mask=queries)
+    tl.store(source + HALF, rotated_high.to(qkv_ptr.dtype.element_ty), mask=queries)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    stored = inside & (~is_query)[:, None]
+    kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
+    base = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
+    row = base + tl.where(is_value, cache_kv_stride, 0) + kv_head * cache_head_stride
+    target = cache_ptr + row[:, None] + pair[None, :]
+    tl.store(target, rotated_low.to(cache_ptr.dtype.element_ty), mask=stored)
+    tl.store(target + HALF, rotated_high.to(cache_ptr.dtype.element_ty), mask=stored)

@@ -113,15 +113,17 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: ever
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One float64 in [0, 1) for each pair, with 53 random bits.
+    """Return one float64 in [0, 1) for each pair, with 53 random bits."""
+    return (random_bits(seeds, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
-    It is number `position` of the SplitMix64 sequence (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014) whose state starts at `mix(seed)`. The seed is mixed first so that neighbouring seeds
-    do not walk through the same sequence one step apart.
+
+def random_bits(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return 64 random bits for each pair: number `position` of the SplitMix64 sequence (Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators", OOPSLA 2014) whose state starts at `mix(seed)`. The seed is mixed first
+    so that neighbouring seeds do not walk through the same sequence one step apart.
     """
     with np.errstate(over="ignore"):  # arithmetic is modulo 2**64 on purpose
-        bits = _mix(_mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return _mix(_mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -14,9 +14,8 @@ import torch
 
 from gpu import kernels
 from gpu.kernels.attention import attend_reference
-from gpu.kernels.logits_processors import apply_penalties_reference
-from gpu.kernels.logprobs import row_statistics_reference
-from gpu.kernels.norm import add_rms_norm_reference
+from gpu.kernels.elementwise import add_rms_norm_reference
+from gpu.kernels.logits import apply_penalties_reference, row_statistics_reference
 from gpu.kernels.rope import rope_and_cache_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged

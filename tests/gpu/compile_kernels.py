@@ -26,8 +26,8 @@ from triton.runtime.jit import JITFunction
 
 from gpu import kernels
 from gpu.device.tables import DeviceTables, device_columns
+from gpu.kernels import prefill
 from gpu.kernels.dispatch import interpreted
-from gpu.kernels.jit import prefill
 from gpu.runner.rows import BatchSizes
 
 TYPES = {

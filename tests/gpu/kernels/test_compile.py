@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import gpu.kernels.jit
+import gpu.kernels
 
 MULTIPLYING = ("_decode", "_prefill", "_grouped_linear")
 # What a multiprocessor gives one block.
@@ -61,8 +61,8 @@ def test_every_kernel_compiles_for_every_card_without_spilling_registers(tmp_pat
 
 
 def launched_kernels() -> set[str]:
-    """The names that are launched, as `_name[grid](...)`, anywhere in gpu.kernels.jit."""
-    sources = [path.read_text() for path in Path(gpu.kernels.jit.__file__).parent.glob("*.py")]
+    """The names that are launched, as `_name[grid](...)`, anywhere in gpu.kernels."""
+    sources = [path.read_text() for path in Path(gpu.kernels.__file__).parent.glob("*.py")]
     defined = {
         line.split("def ")[1].split("(")[0]
         for source in sources

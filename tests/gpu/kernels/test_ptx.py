@@ -13,7 +13,7 @@ import torch
 from gpu import kernels
 from gpu.kernels.attention import AttentionWork, attend_reference
 from gpu.kernels.dispatch import interpreted
-from gpu.kernels.norm import add_rms_norm_reference
+from gpu.kernels.elementwise import add_rms_norm_reference
 from gpu.kernels.rope import rope_and_cache_reference
 
 

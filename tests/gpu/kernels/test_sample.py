@@ -9,8 +9,7 @@ import torch
 
 from gpu.device.tables import device_columns
 from gpu.kernels import compute_logprobs, sample_tokens
-from gpu.kernels.noise import exponential_noise
-from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
+from gpu.kernels.sample import cutoffs_reference, exponential_noise, launch_cutoffs, sample_tokens_reference
 
 
 def make_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, torch.Tensor]:
@@ -76,12 +75,7 @@ def test_cutoffs_keep_what_sorting_keeps(form):
     rows = [random_row(rng) for _ in range(12)] + [{"top_p": 0.9}, {"top_k": 4500}, {"top_p": 0.999, "top_k": 4400}]
     logits = torch.randn(len(rows), 4700) * torch.tensor([0.1, 1.0, 5.0] * 5).unsqueeze(1)
     columns, places = make_columns(rows), torch.arange(len(rows))
-    if form == "kernel":
-        from gpu.kernels.jit.cutoff import cutoffs
-
-        levels = cutoffs(logits, columns, places)
-    else:
-        levels = cutoffs_reference(logits, columns, places)
+    levels = launch_cutoffs(logits, columns, places) if form == "kernel" else cutoffs_reference(logits, columns, places)
     for i, row in enumerate(rows):
         probs = (logits[i].double() / row.get("temperature", 1.0)).softmax(0)
         order = probs.argsort(descending=True)

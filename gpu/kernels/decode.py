@@ -1,8 +1,8 @@
-"""Decode kernels of gpu.kernels.paged_attention: split-KV attention (flash decoding) over pages, and the merge.
+"""The decode kernels of `paged_attention`: split-KV attention (flash decoding) over pages, and the merge of the parts.
 
-One program takes all queries that share a KV head (at least 16 rows, which is what a matrix instruction wants) over one
-part of one request's keys, so that every key is read once. Which part of which request, the work list says. A request
-in one part is done with that; of the others the parts are merged.
+One program takes all queries that share a KV head (at least 16 rows, the least of a matrix instruction) over one part
+of one request's keys, so that every key is read once. The work list assigns the parts; a second kernel merges those of
+requests with several.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
-import triton.language as tl
 
-from gpu.kernels.jit.online import accumulate, beginning, capped
+from gpu.kernels.dispatch import tl, triton
 
 MERGED_TOGETHER = 16
 
@@ -30,7 +28,7 @@ def paged_decode(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Of the requests that `parts` names: the query of each is that of the same number."""
+    """Write `out` for the requests that `parts` names; request i has query i."""
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     num_requests, num_parts = len(block_table), len(parts)
@@ -81,7 +79,7 @@ def paged_decode(
     )
 
 
-# The width of the table is no constant of the kernel: one compilation serves all.
+# The table's width is not a constant of the kernel: one compilation serves all widths.
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     out_ptr,
@@ -138,7 +136,7 @@ def _decode(
     )
     keys_ptr = cache_ptr + kv_head * cache_head_stride
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-    # Only the first part of a request has the sinks, so that what is merged has them once.
+    # Only the first part of a request has the sinks, so that the merged result has them once.
     highest, total = beginning(sinks_ptr + head, member < tl.where(part == 0, GROUP, 0), HAS_SINKS)
     for index in range(start, stop):
         token = index * TILE + tl.arange(0, TILE)
@@ -157,7 +155,7 @@ def _decode(
         scores = tl.where(visible[None, :], scores, float("-inf"))
         acc, highest, total = accumulate(acc, highest, total, scores, value)
 
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing was seen where the length is 0
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]  # no key was seen where the length is 0
     if num_parts > 1:
         target = place * NUM_HEADS + head
         tl.store(partial_ptr + target[:, None] * HEAD_DIM + dim[None, :], result, mask=rows)
@@ -207,3 +205,40 @@ def _merge(
         highest = raised
     target = out_ptr + request * out_stride + head * out_head_stride + dim
     tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=in_dim)
+
+
+# ------------------------------------------------------------------------------------------------------- online softmax
+# Used by the kernels of decode and prefill: a tile of scores and values taken into a running softmax, as FlashAttention
+# does (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). Powers of two replace those of e:
+# scores come scaled by log2(e), and exp2 is one instruction.
+
+
+@triton.jit
+def beginning(sink_ptrs, is_taken, HAS_SINKS: tl.constexpr):
+    """Return the maximum and the sum of weights of M rows that have seen no key: those of the sink where `is_taken`."""
+    highest = tl.full(sink_ptrs.shape, float("-inf"), tl.float32)
+    total = tl.zeros(sink_ptrs.shape, tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sink_ptrs, mask=is_taken, other=float("-inf")) * 1.4426950409  # log2(e)
+        total = tl.where(is_taken, 1.0, 0.0)
+    return highest, total
+
+
+@triton.jit
+def accumulate(acc, highest, total, scores, value):
+    """Take float32 `scores` [M, TILE], -inf where hidden, and `value` [TILE, D] into the running state of M rows:
+    weighted sum [M, D], maximum [M] and sum of weights [M], all float32."""
+    raised = tl.maximum(highest, tl.max(scores, 1))
+    # The maximum of a row that has seen no key is -inf, which must not be subtracted.
+    shift = tl.where(raised == float("-inf"), 0.0, raised)
+    weights = tl.exp2(scores - shift[:, None])
+    kept = tl.exp2(highest - shift)
+    total = total * kept + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * kept[:, None], input_precision="ieee")
+    return acc, raised, total
+
+
+@triton.jit
+def capped(scores, softcap):
+    """Return scores s as softcap * tanh(s / softcap), both times log2(e): tanh(x) = 1 - 2 / (1 + e^2x)."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * 2.8853900818)))

@@ -1,8 +1,8 @@
-"""Prefill kernel of gpu.kernels.paged_attention: attention of many queries per request over pages, causal.
+"""The prefill kernel of `paged_attention`: causal attention of many queries per request over pages.
 
-A program takes a block of consecutive queries of one request, with all heads that share a KV head as further rows, so
-that a tile of keys is read once for the group. Which block of which request, the work list says. Tiles that no row may
-see are skipped, and only those at the edges (the diagonal, the end of the window) are masked.
+A program takes a block of consecutive queries of one request, which the work list assigns, with all heads that share a
+KV head as further rows, so that a tile of keys is read once for the group. Tiles that no row may see are skipped, and
+only those at the edges (the diagonal, the end of the window) are masked.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import math
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 
-from gpu.kernels.jit.online import accumulate, beginning, capped
+from gpu.kernels.decode import accumulate, beginning, capped
+from gpu.kernels.dispatch import tl, triton
 
-FROM_SHARED_MEMORY = (9, 10)  # major compute capabilities whose matrix instructions read operands from shared memory
+FROM_SHARED_MEMORY = (9, 10)  # compute capabilities with matrix instructions that read operands from shared memory
 
 
 @cache
@@ -26,8 +25,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
-    """How many rows a program takes: few where no chunk has more (`longest`, in tokens), else as many as registers
-    allow. float32 has no matrix instructions that are exact, and keeps its operands in registers."""
+    """Return how many rows a program takes: few where no chunk has more (`longest`, in tokens), else as many as
+    registers allow. float32 has no exact matrix instructions, and keeps its operands in registers."""
     row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()
     least = max(16, triton.next_power_of_2(group))
     if longest is not None and longest * group <= least:
@@ -62,7 +61,7 @@ def paged_prefill(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Of the requests that `blocks` names."""
+    """Write `out` for the requests that `blocks` names; `block_m` is `rows_per_block`."""
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
@@ -134,7 +133,7 @@ def _prefill(
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # The last blocks first: they have the most keys, and what starts late should be short.
+    # The last blocks first: they have the most keys, and the programs that start last should be short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = tl.load(blocks_ptr + block * 2)
@@ -151,7 +150,7 @@ def _prefill(
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, BLOCK_DIM)
     in_dim = dim < HEAD_DIM
-    # BLOCK_M need not be a multiple of the group; the rows left over serve nobody.
+    # BLOCK_M need not be a multiple of the group; the rows left over are unused.
     rows = ((query_index < num_queries) & (row < BLOCK_Q * GROUP))[:, None] & in_dim[None, :]
     token = (start + query_index).to(tl.int64)
     query = tl.load(
@@ -192,7 +191,7 @@ def _prefill(
                     block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE)
                 else:
                     exists = key_position < length
-                    if WINDOW > 0:  # what is behind the first query's is not the request's any more
+                    if WINDOW > 0:  # blocks before the first query's window may belong to other requests
                         exists &= key_position > first_position - WINDOW
                     loaded = exists[:, None] & in_dim[None, :]
                     block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE, mask=exists, other=0)

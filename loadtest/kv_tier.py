@@ -90,6 +90,11 @@ class Engine:
         self.core: EngineCore = LLM(kv_cache_dir=folder, kv_cache_memory="2GiB", progress=False).core
         self._tiers = self.core.scheduler.kv.tiers
         assert self._tiers is not None
+        self._after_step = self.core._hooks.after_step
+
+    def _let_store(self, stores: bool) -> None:
+        store = self._tiers.after_step  # type: ignore[union-attr]
+        self.core._hooks.after_step = tuple(each for each in self._after_step if stores or each != store)
 
     def add(self, token_ids: list[int], max_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0)
@@ -105,7 +110,7 @@ class Engine:
         for number in range(rounds + 1):
             seconds: dict[bool, float] = {}
             for stores in (True, False) if number % 2 else (False, True):
-                self.core._tiers = self._tiers if stores else None
+                self._let_store(stores)
                 began = time.perf_counter()
                 turn()
                 seconds[stores] = time.perf_counter() - began
@@ -126,7 +131,8 @@ class Engine:
 
     def streams(self) -> None:
         """Streams behind a long prompt, whose blocks wait to be stored."""
-        core, self.core._tiers = self.core, None
+        core = self.core
+        self._let_store(False)
         self.add(prompt(7000), 1)
         while core.has_work:
             core.step()

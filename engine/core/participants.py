@@ -1,145 +1,195 @@
-"""Step costs, expert load and profiles: what acts around each step."""
+"""What acts around each step: the hooks that the engine core calls, and the participants that are the core's own.
+
+1. A capability is an entry in the core's list of participants, not a branch in its loop.
+2. A hook that raises ends the engine, except `before_submit`, `wait` and `before_update`: then the step counts as
+   failed.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from engine.commands import Profile
+from engine.commands import Profile, StartProfile, StopProfile
 from engine.config import Clock, EngineConfig
-from engine.costs.lost_time import LostTime
-from engine.costs.measuring import Calibration, StepCostTracker
-from engine.costs.table import StepBudget, StepCostTable, StepLoad, chunk_keys
+from engine.costs.measuring import Calibration, LostTime, StepCostTracker
+from engine.costs.table import StepCostTable, StepLoad, chunk_keys
 from engine.errors import ProfileTooLarge
-from engine.executor import MAX_PROFILE_BYTES, STEPS_BETWEEN_EXPERT_LOADS, CountsExperts, Executor, Profiles
+from engine.executor import (
+    MAX_PROFILE_BYTES,
+    STEPS_BETWEEN_EXPERT_LOADS,
+    CountsExperts,
+    Executor,
+    Prepares,
+    Profiles,
+)
+from engine.messages import EngineCoreOutputs, EngineCoreRequest
 from engine.plan import SchedulerOutput
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Scheduler
-from engine.snapshot import StepSnapshot
+from engine.scheduler.steps import EndedStep
+from engine.structured.matchers import TokenMatcher
 
 logger = logging.getLogger(__name__)
 
-STEPS_BETWEEN_NEWS = 256  # after which the front end is told anew, in the beginning sooner
-FIRST_LOOKS = 32  # so many steps, from the first on, are looked at all
-DECODES_PER_LOOK = 8  # steps of decodes alone of which one is looked at afterwards
+Handler = Callable[[Any], Any]
+"""Carries out a command, or answers a question."""
+
+
+class Hooks:
+    """The methods of all participants: for each hook the bound methods of those that have it, in calling order.
+
+    A participant is any object with some of these methods. They are called on the engine's thread.
+    """
+
+    def __init__(self, participants: Iterable[object | None], *, closing: Iterable[object | None]) -> None:
+        """`closing` has the participants in the order in which they are closed."""
+        participants = tuple(participants)
+
+        def having(name: str, those: Iterable[object | None] = participants) -> tuple[Any, ...]:
+            return tuple(getattr(each, name) for each in those if hasattr(each, name))
+
+        # The commands and questions that participants handle, by type.
+        self.handles: dict[type, Handler] = {}
+        for handles in having("handles"):
+            self.handles |= handles
+        # Called with a request that has arrived. Returns what restricts its tokens, or None.
+        self.on_add: tuple[Callable[[EngineCoreRequest], TokenMatcher | None], ...] = having("on_add")
+        # Called with the time, and whether requests are running.
+        self.before_plan: tuple[Callable[[float, bool], None], ...] = having("before_plan")
+        # Not called with a plan that is retracted.
+        self.before_submit: tuple[Callable[[SchedulerOutput], None], ...] = having("before_submit")
+        # Called if no request can run although there is work. Waits for 5 ms at most.
+        self.wait: tuple[Callable[[], None], ...] = having("wait")
+        # Called with a step that is DONE, while its requests are where it found them.
+        self.before_update: tuple[Callable[[EndedStep], None], ...] = having("before_update")
+        # Called with every step.
+        self.after_step: tuple[Callable[[EndedStep], None], ...] = having("after_step")
+        # Does a piece of work of 0.1 s at most while there are no requests. Called with whether those before it have
+        # more of theirs; returns whether there is more.
+        self.when_idle: tuple[Callable[[bool], bool], ...] = having("when_idle")
+        # Called with the number of ended steps. Returns True if there is something to report although no step ran.
+        self.has_news: tuple[Callable[[int], bool], ...] = having("has_news")
+        # Called with what is sent to the front end, to complete it, and the number of ended steps.
+        self.report: tuple[Callable[[EngineCoreOutputs, int], None], ...] = having("report")
+        # Called at the end with whether the engine is healthy.
+        self.close: tuple[Callable[[bool], None], ...] = having("close", closing)
+
+
+class Device:
+    """The executor's work between steps."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def when_idle(self, has_more: bool) -> bool:
+        return (isinstance(self._executor, Prepares) and self._executor.prepare()) or has_more
+
+    def close(self, is_healthy: bool) -> None:
+        self._executor.shutdown()
+
+
+# ----------------------------------------------------------------------------------------------------------- step costs
+
+STEPS_BETWEEN_NEWS = 256  # after which the table is sent to the front end again; sooner in the beginning
+FIRST_LOOKS = 32  # the first steps, all of which are observed
+DECODES_PER_LOOK = 8  # steps of decodes alone, of which one is observed afterwards
 STEPS_BETWEEN_CHANGES = 16  # steps after which a table that has changed much is sent to the front end again
 MUCH = 0.2  # the sum of changes, as natural logarithms of factors
 
 
 class StepCosts:
-    """The table, who keeps it up to date, and who asks it within the core.
-
-    `table` is what is known already. It learns from the steps unless it is the very truth. Where somebody wants to
-    `keep` it, which is called at the end at the latest, and nothing is known, costs are measured while there is no
-    work.
-    """
+    """Keeps the scheduler's table of step costs up to date, sends it to the front end, and saves it."""
 
     def __init__(
         self,
         config: EngineConfig,
         scheduler: Scheduler,
-        table: StepCostTable | None,
+        executor: Executor,
+        clock: Clock,
         *,
-        learns: bool = True,
-        keep: Callable[[StepCostTable], None] | None = None,
+        learns: bool,
+        keep: Callable[[StepCostTable], None] | None,
     ) -> None:
-        self.table = table or StepCostTable.unknown(config.max_num_seqs, config.max_num_batched_tokens)
-        self.prefill_tokens = config.max_num_batched_tokens  # of the latest step that had to be paced
-        self._config = config
-        self._scheduler = scheduler
+        """With `learns`, the table is updated by real steps. `keep` saves the table when it has been measured and at
+        the end. If it is given and little is known, costs are measured while there is no work."""
+        self.table = scheduler.pacing.table
+        self._requests = scheduler.requests
+        self._lost_time = LostTime(executor)
         self._tracker = StepCostTracker(self.table) if learns else None
-        self._budget = StepBudget(self.table, config.max_num_batched_tokens, config.target_inter_token_latency)
         self._keep = keep
         self._calibration: Calibration | None = None
-        self._num_steps = 0
-        self._due = 1  # the step after which the front end is told
-        self._told_at = 0
-        self._changes_told = 0.0
-        self._lost_time: LostTime | None = None
-        self._tell_scheduler()
+        if keep is not None and self._tracker is not None and not self.table.is_complete:
+            pool = scheduler.kv.pool
+            self._calibration = Calibration(executor, config, pool, self._tracker, self._lost_time, clock)
+        self._num_observable = 0
+        self._due = 1  # the number of ended steps at which the table is sent to the front end
+        self._sent_at = 0
+        self._changes_sent = 0.0
         if self.table.is_known:
             logger.info("Step costs of an earlier start: %s", self.table.summary)
 
-    def measure_on(self, executor: Executor, clock: Clock) -> None:
-        """Learn from the steps of this executor. Measure while there is no work, if the settings ask for it."""
-        self._lost_time = LostTime(executor)
-        if self._keep is not None and self._tracker is not None and not self.table.is_complete:
-            pool = self._scheduler.kv.pool
-            self._calibration = Calibration(executor, self._config, pool, self._tracker, self._lost_time, clock)
+    def on_add(self, request: EngineCoreRequest) -> None:
+        self._end_measuring()
 
-    @property
-    def is_measuring(self) -> bool:
-        return self._calibration is not None
-
-    def measure(self) -> None:
-        """Make one made-up step."""
-        assert self._calibration is not None
+    def when_idle(self, has_more: bool) -> bool:
+        """Measure one made-up step. The end of the measurement is reported, so it counts as more work."""
+        if has_more or self._calibration is None:
+            return has_more
         try:
             if not self._calibration.step():
-                self.end_measuring()
-        except Exception:  # real steps tell, too
-            logger.warning("what steps cost could not be measured", exc_info=True)
-            self.end_measuring()
+                self._end_measuring()
+        except Exception:  # the table is learned from real steps, too
+            logger.warning("step costs could not be measured", exc_info=True)
+            self._end_measuring()
+        return True
 
-    def end_measuring(self) -> None:
-        """All has been measured, or somebody wants something."""
+    def _end_measuring(self) -> None:
         calibration, self._calibration = self._calibration, None
         if calibration is not None and self.table.is_known:
             logger.info("Step costs, measured in %.1f s: %s", calibration.seconds, self.table.summary)
             self._due = 0
-            self._tell_scheduler()
-            self.keep()
+            self._save()
 
-    def observe(self, plan: SchedulerOutput, num_prefill_tokens: int, seconds: float) -> None:
-        """A step took so long, with what the host did before it. It is yet to be accounted for: its requests are where
-        it found them."""
+    def before_update(self, step: EndedStep) -> None:
+        """Learn from a step. An observation takes a tenth of what a fast device's step does on the host, and steps of
+        decodes alone come by thousands, so only some of them are observed."""
         if self._tracker is None:
             return
-        self._num_steps += 1
-        # A look takes a tenth of what a fast device's step does on the host. Steps of decodes alone come by thousands.
-        was_held_up = self._lost_time is not None and self._lost_time.was_held_up(seconds)
-        if was_held_up:
+        self._num_observable += 1
+        if self._lost_time.was_held_up(step.seconds_with_host):
             return
-        if num_prefill_tokens or self._num_steps <= FIRST_LOOKS or not self._num_steps % DECODES_PER_LOOK:
-            self._tracker.observe(_load(plan, self._scheduler.requests), seconds)
-            if num_prefill_tokens:
-                self._tell_scheduler()
+        is_due = self._num_observable <= FIRST_LOOKS or not self._num_observable % DECODES_PER_LOOK
+        if step.num_prefill_tokens or is_due:
+            self._tracker.observe(_load(step.plan, self._requests), step.seconds_with_host)
 
-    def pace_prefill(self, decodes: StepLoad, start: int) -> int:
-        """How many tokens of prompts a step may carry beside these decodes, the first of them at this position."""
-        self.prefill_tokens = self._budget.prefill_tokens(decodes, start)
-        return self.prefill_tokens
-
-    def _tell_scheduler(self) -> None:
-        """What a token of a prompt takes, for deadlines and for whether loading is cheaper than computing."""
-        self.seconds_per_prefill_token = self.table.seconds_per_prefill_token
-        if self._scheduler.kv.tiers is not None:
-            self._scheduler.kv.tiers.seconds_per_token = self.table.seconds_per_prompt_token
-
-    def are_news(self, num_steps: int) -> bool:
-        """Return True if the table should be sent to the front end after so many steps: now and then, and soon after it
-        has changed much, because the front end refuses requests by it."""
+    def has_news(self, num_steps: int) -> bool:
+        """Return True if the table should be sent to the front end: now and then, and soon after it has changed much,
+        because the front end refuses requests by it."""
         due = self._due
-        if self._tracker is not None and self._tracker.changes - self._changes_told > MUCH:
-            due = min(due, self._told_at + STEPS_BETWEEN_CHANGES)
+        if self._tracker is not None and self._tracker.changes - self._changes_sent > MUCH:
+            due = min(due, self._sent_at + STEPS_BETWEEN_CHANGES)
         return num_steps >= due and self.table.is_known
 
-    def tell(self, num_steps: int) -> bytes:
-        """The table for the front end."""
-        self._due = num_steps + max(1, min(num_steps, STEPS_BETWEEN_NEWS))
-        self._told_at, self._changes_told = num_steps, self._tracker.changes if self._tracker is not None else 0.0
-        return self.table.to_json()
+    def report(self, events: EngineCoreOutputs, num_steps: int) -> None:
+        if self.has_news(num_steps):
+            self._due = num_steps + max(1, min(num_steps, STEPS_BETWEEN_NEWS))
+            self._sent_at, self._changes_sent = num_steps, 0.0 if self._tracker is None else self._tracker.changes
+            events.stats.step_costs = self.table.to_json()
 
-    def keep(self) -> None:
+    def close(self, is_healthy: bool) -> None:
+        self._save()
+
+    def _save(self) -> None:
         if self._keep is not None and self.table.is_known:
             self._keep(self.table.settled())
 
 
 def _load(plan: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
-    """What a step computes. Of a request that has ended since it was planned, nobody knows any more how far it was."""
+    """Return what a step computed. The progress of requests that have ended since it was planned counts as 0."""
     decodes = decode_keys = prefills = tokens = keys = 0
     scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
     for request_id, num_tokens, num_sampled in scheduled:
@@ -156,29 +206,34 @@ def _load(plan: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
 
 
 # -------------------------------------------------------------------------------------------------------------- profile
-# What steps do with their time while somebody wants to know, as events of Chrome's trace format, in microseconds of
-# `time.monotonic()` (Google, "Trace Event Format").
+# Records what steps spend their time on, as events of Chrome's trace format, in microseconds of `time.monotonic()`
+# (Google, "Trace Event Format").
 #
-# The parts of a step follow each other: `schedule`, until the executor has the plan; `execute`, until its result is
-# there; `update`, until the next one is planned: bookkeeping, and telling the front end. Where a step is planned while
-# another runs, `schedule` lies within the other's `execute`. An executor that `Profiles` tells what it does in there.
+# The parts of a step follow each other: `schedule` until the executor has the plan, `execute` until its result is
+# there, `update` until the next step is planned. `update` includes sending the outputs to the front end. If a step is
+# planned while another runs, its `schedule` lies within the other's `execute`. An executor that `Profiles` adds events
+# for its own parts.
 
 
 HOST, STEPS = 1, 2  # tracks
 
 
 class StepProfiler:
-    """Records steps when it is asked to. Owned by the EngineCore."""
+    """Records steps between a `StartProfile` and a `StopProfile`."""
 
     def __init__(self, executor: Executor) -> None:
+        self.handles: dict[type, Handler] = {
+            StartProfile: lambda question: self._start(question.num_steps),
+            StopProfile: lambda question: self._stop(),
+        }
         self._executor = executor if isinstance(executor, Profiles) else None
         self._events: list[dict[str, Any]] = []
         self._num_left = 0
         self._num_steps = 0
-        self._ended: float | None = None  # the step before
+        self._ended: float | None = None  # the end of the step before
         self._failure: Exception | None = None  # of the executor's part
 
-    def start(self, num_steps: int) -> Profile:
+    def _start(self, num_steps: int) -> Profile:
         """Record the next steps. What was recorded before is dropped."""
         self._end_recording()
         self._events = [_name(HOST, "engine"), _name(STEPS, "steps")]
@@ -188,30 +243,29 @@ class StepProfiler:
         self._num_left = num_steps
         return Profile()
 
-    def note(self, step: StepSnapshot, planned_at: float, submitted_at: float, *, goes_on: bool) -> None:
-        """A step has ended. `goes_on`: there was work from the end of the one before on."""
+    def after_step(self, step: EndedStep) -> None:
         if not self._num_left:
             return
-        if self._ended is not None and goes_on and self._ended < planned_at:
-            self._add("update", HOST, self._ended, planned_at)
-        self._ended = step.time + step.seconds
+        if self._ended is not None and step.seconds_with_host > step.seconds:
+            self._add("update", HOST, self._ended, step.planned_at)
+        self._ended = step.ended
         sizes = {
-            "step": step.step,
-            "requests": step.num_requests,
+            "step": step.plan.step,
+            "requests": len(step.plan.request_ids),
             "prefill_tokens": step.num_prefill_tokens,
-            "decode_tokens": step.num_decode_tokens,
+            "decode_tokens": step.plan.total_num_scheduled_tokens - step.num_prefill_tokens,
             "outcome": step.outcome.value,
         }
-        self._add("schedule", HOST, planned_at, submitted_at)
-        self._add("execute", STEPS, max(submitted_at, step.time), self._ended, sizes)
+        self._add("schedule", HOST, step.planned_at, step.submitted_at)
+        self._add("execute", STEPS, max(step.submitted_at, step.began), step.ended, sizes)
         self._num_steps += 1
         if self._num_left == 1:
             self._end_recording()
         else:
             self._num_left -= 1
 
-    def stop(self) -> Profile:
-        """What was recorded since the start, once."""
+    def _stop(self) -> Profile:
+        """Return what was recorded since the start, once."""
         self._end_recording()
         events, num_steps, failure = self._events, self._num_steps, self._failure
         self._events, self._num_steps, self._failure = [], 0, None
@@ -229,7 +283,7 @@ class StepProfiler:
         if self._executor is not None:
             try:
                 self._events += self._executor.stop_profile()
-            except Exception as error:  # a look at the engine must not end it
+            except Exception as error:  # a profile must not end the engine
                 self._failure = error
 
     def _add(self, name: str, track: int, start: float, end: float, args: dict[str, Any] | None = None) -> None:
@@ -242,21 +296,22 @@ def _name(track: int, name: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- expert load
-# How evenly tokens are spread over the experts of a model, from one telling to the next.
 
 
 class ExpertLoad:
+    """Reports how evenly tokens are spread over a model's experts, from one report to the next."""
+
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._tokens: list[list[int]] = []  # when it was told before
+        self._tokens: list[list[int]] = []  # at the latest report
 
-    def tell(self, num_steps: int) -> list[tuple[int, float]] | None:
-        """As `SchedulerStats` has it; None where it is not due, or no token went to an expert."""
+    def report(self, events: EngineCoreOutputs, num_steps: int) -> None:
         if num_steps % STEPS_BETWEEN_EXPERT_LOADS or not isinstance(self._executor, CountsExperts):
-            return None
+            return
         before, self._tokens = self._tokens, self._executor.tokens_of_experts()
         before = before or [[0] * len(layer) for layer in self._tokens]
         layers = [
             [now - then for now, then in zip(*pair, strict=True)] for pair in zip(self._tokens, before, strict=True)
         ]
-        return [(sum(layer), max(layer) * len(layer) / sum(layer)) for layer in layers if any(layer)] or None
+        load = [(sum(layer), max(layer) * len(layer) / sum(layer)) for layer in layers if any(layer)]
+        events.stats.expert_load = load or None

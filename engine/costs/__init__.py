@@ -3,6 +3,5 @@
 In reading order:
 
 table      The table of step costs, and the work and budgets that follow from it.
-lost_time  Detection of steps that other work on the machine delayed.
 measuring  Measurement of step costs while the engine is idle, and their update by real steps.
 """

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import accumulate
 from typing import NamedTuple, Self
 
@@ -288,22 +288,25 @@ MIN_PREFILL_TOKENS = 8  # so that a prefill makes progress under any target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
 _EXPLORED = 16  # one step in so many gets an eighth more tokens, so that larger chunks are measured, too
 
-PacePrefill = Callable[[StepLoad, int], int]
-"""`StepBudget.prefill_tokens`."""
-
 
 class StepBudget:
-    """Keeps steps with both decodes and prefill near `target_seconds`, by the table's estimates."""
+    """Keeps steps with both decodes and prefill near `target_seconds`, by the estimates of `table`. `latest` is the
+    latest answer of `prefill_tokens`, or `max_tokens`."""
 
     def __init__(self, table: StepCostTable, max_tokens: int, target_seconds: float) -> None:
-        self._table = table
+        self.table = table
+        self.latest = max_tokens
         self._max_tokens = max_tokens
         self._target = target_seconds
         self._asked = 0
 
     def prefill_tokens(self, decodes: StepLoad, start: int) -> int:
         """Return how many prefill tokens, from position `start` of a prompt, fit into a step with these decodes."""
-        table = self._table
+        self.latest = self._fitting(decodes, start)
+        return self.latest
+
+    def _fitting(self, decodes: StepLoad, start: int) -> int:
+        table = self.table
         if not (table.mixed.is_known or table.prefill.is_known):
             return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
         alone = table.cost(StepLoad(decodes.num_decodes, decodes.num_decode_keys))

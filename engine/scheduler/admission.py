@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
+from engine.costs.table import StepBudget
 from engine.messages import EventKind
 from engine.scheduler.request import Request
 from engine.scheduler.request_table import RequestTable
@@ -18,19 +19,13 @@ _MAX_SKIPPED = 32  # too long requests, in one search for shorter ones
 class Admission:
     """Gives waiting requests running slots, blocks and the rest of a step's token budget."""
 
-    def __init__(self, table: RequestTable, max_num_seqs: int) -> None:
+    def __init__(self, table: RequestTable, pacing: StepBudget, max_num_seqs: int) -> None:
         self._table = table
         self._kv = table.kv
+        self._pacing = pacing
         self.max_num_seqs = max_num_seqs
 
-    def admit(
-        self,
-        plan: PlanDraft,
-        now: float,
-        seconds_per_prefill_token: float,
-        only: Collection[str] | None,
-        most_missing: int | None = None,
-    ) -> list[Request]:
+    def admit(self, plan: PlanDraft, most_missing: int | None = None) -> list[Request]:
         """Start waiting requests while budget, running slots and blocks last.
 
         If another request computes a request's next block, in this step or in the one in flight, the request waits: a
@@ -44,9 +39,10 @@ class Admission:
         there are running slots for all of the longer ones, or if those belong to the same tenant and were not overtaken
         `MAX_OVERTAKEN` times. They never overtake a request of their tenant that has another priority.
 
-        Returns requests that cannot succeed: their deadline cannot be met at that speed, or their grammar has an error.
+        Returns requests that cannot succeed: their deadline cannot be met by the measured cost of a prefill token, or
+        their grammar has an error.
         """
-        table, kv = self._table, self._kv
+        table, kv, now, only = self._table, self._kv, plan.now, plan.only
         being_computed = self._being_computed(plan)
         admitted: list[Request] = []
         dismissed: list[Request] = []
@@ -93,7 +89,7 @@ class Admission:
             if not all(self._may_overtake(request, each, is_scarce) for each in skipped):
                 break
             # An engine without other work tries anyway: otherwise a cost measured too high would never be corrected.
-            if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
+            if plan.num_tokens and request.is_late(now + num_missing * self._pacing.table.seconds_per_prefill_token):
                 in_vain.append(request)
                 continue
             while not (fits := self._fits(request, prefix)):

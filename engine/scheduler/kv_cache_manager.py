@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from itertools import cycle
+from typing import Any
 
-from engine.executor import BlockTier
+from engine.commands import PublishKVEvents, ResetPrefixCache
 from engine.kv_events import KVEvents, PrefixHashes, chunk_size, in_windows
+from engine.messages import EngineCoreOutputs
 from engine.plan import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.request import Request
@@ -45,9 +47,9 @@ class KVCacheManager:
         windows: KVWindows = (None,),
         enable_prefix_caching: bool = True,
         prompt_form_differs: bool = False,
-        tier: BlockTier | None = None,
+        key: bytes | None = None,
     ) -> None:
-        """Make the pool. With a `tier`, its key is the hashes' key, so that hashes mean the same after a restart."""
+        """Make the pool. Hashes are keyed with `key`; without one, with a secret of this process."""
         self.block_size = block_size
         self.num_groups = len(windows)
         self._windows = windows
@@ -63,8 +65,12 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.prompt_form_differs = prompt_form_differs
         self.events: KVEventLog | None = None  # None unless a router has asked for events
-        self._key = secrets.token_bytes(32) if tier is None else tier.key
-        self.tiers = None if tier is None else Tiers(self, tier, only_prompts=prompt_form_differs)
+        self.handles: dict[type, Callable[[Any], None]] = {
+            PublishKVEvents: lambda command: self.publish_events(command.key),
+            ResetPrefixCache: lambda command: self.reset(),
+        }
+        self.tiers: Tiers | None = None  # set by the scheduler
+        self._key = key or secrets.token_bytes(32)
 
     @property
     def usage(self) -> float:
@@ -82,14 +88,14 @@ class KVCacheManager:
             self.pool.on_removed = self.events.remove
         self.events.tells_all = True
 
-    @property
-    def has_events(self) -> bool:
-        """True if there are events to send."""
+    def has_news(self, num_steps: int) -> bool:
+        """Return True if there are changes of the prefix cache to send."""
         return self.events is not None and self.events.has_news
 
-    def take_events(self) -> KVEvents | None:
-        """Return the changes since the last call; None if there are none, or if no router asked for events."""
-        return None if self.events is None else self.events.take()
+    def report(self, events: EngineCoreOutputs, num_steps: int) -> None:
+        """Add the changes of the prefix cache since the last report, if a router asked for them."""
+        if self.events is not None:
+            events.kv_events = self.events.take()
 
     def find_prefix(self, request: Request) -> list[int]:
         """The block table of the longest prefix of the request's tokens whose blocks are cached. Takes no references.

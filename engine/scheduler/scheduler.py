@@ -33,7 +33,7 @@ from itertools import chain
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.costs.table import PacePrefill, StepLoad
+from engine.costs.table import StepBudget, StepLoad
 from engine.executor import BlockTier
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats
 from engine.plan import ModelRunnerOutput, SchedulerOutput
@@ -42,6 +42,7 @@ from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.request_table import Deadlines, RequestTable
 from engine.scheduler.steps import PlanDraft
+from engine.scheduler.tiers import Tiers
 from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from engine.snapshot import WaitsFor
 from engine.structured.matchers import TokenMatcher
@@ -52,8 +53,18 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Plan steps and keep account of all live requests."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int, tier: BlockTier | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        block_size: int,
+        pacing: StepBudget,
+        tier: BlockTier | None = None,
+    ) -> None:
+        """`pacing` bounds the prefill in steps that also decode, and has the costs by which requests that cannot keep
+        their deadline are ended."""
         self.config = config
+        self.pacing = pacing
         self.kv = KVCacheManager(
             num_blocks,
             block_size,
@@ -61,8 +72,10 @@ class Scheduler:
             max_step_tokens=config.max_num_batched_tokens * min(config.pipeline_depth, 2),
             enable_prefix_caching=config.enable_prefix_caching,
             prompt_form_differs=config.prompt_form_differs,
-            tier=tier,
+            key=None if tier is None else tier.key,
         )
+        if tier is not None:
+            self.kv.tiers = Tiers(self.kv, tier, pacing, only_prompts=config.prompt_form_differs)
         if self.kv.most_blocks(config.max_model_len) > num_blocks:
             raise ValueError(
                 f"one request of max_model_len {config.max_model_len} tokens does not fit into "
@@ -72,7 +85,7 @@ class Scheduler:
         # Its parts, which are never replaced.
         self.requests, self.running, self.waiting = table.requests, table.running, table.waiting
         self.shares, self._in_flight = table.shares, table.in_flight
-        self._admission = Admission(table, config.max_num_seqs)
+        self._admission = Admission(table, pacing, config.max_num_seqs)
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._step = 0
@@ -149,40 +162,42 @@ class Scheduler:
 
     # --- plan
 
-    def schedule(
-        self,
-        now: float = 0.0,
-        *,
-        pace_prefill: PacePrefill | None = None,
-        seconds_per_prefill_token: float = 0.0,
-        only: Collection[str] | None = None,
-    ) -> SchedulerOutput:
+    def schedule(self, now: float = 0.0, only: Collection[str] | None = None) -> SchedulerOutput:
         """Plan the next step. Each plan is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
         The plan may be made while the step before it is in flight (`engine/scheduler/steps.py`), or one step in each
         pipeline stage. It then contains no request whose latest token must be known first, and may be empty although
-        there is work.
-
-        `pace_prefill` bounds the tokens of requests that are further behind than one token while others decode.
-        `seconds_per_prefill_token` is the measured cost by which waiting requests that cannot keep their deadline are
-        ended. `only` restricts the step to these requests.
+        there is work. `only` restricts the step to these requests.
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
-        if self.kv.tiers is not None:
-            self.kv.tiers.poll(now, is_busy=bool(self.running))
-        budget = self.config.max_num_batched_tokens
-        plan = PlanDraft(budget)
+        plan = PlanDraft(self.config.max_num_batched_tokens, now, only)
+        behind = self._plan_decodes(plan)
+        if not (behind and only is None and self._share_prefill(plan, behind)):
+            self._plan_prefills(plan, behind)
+            self._admit(plan)
+        self._step += 1
+        self._in_flight.begin(plan)
+        removed, self._table.removed = self._table.removed, []
+        return plan.as_plan(self._step, removed)
+
+    def _plan_decodes(self, plan: PlanDraft) -> list[tuple[Request, int]]:
+        """Plan the running requests that are one token behind. Returns those that are further behind, and by how many
+        tokens."""
+        running = list(self.running.values())
+        budget, num_stages = plan.budget, self.config.num_stages
         in_flight = self._in_flight.latest.num_tokens
         # Draft tokens leave one token for every other request: the budget has room for one of each.
-        most_sampled = min(self.config.max_sampled_tokens, budget // max(len(self.running), 1))
+        most_sampled = min(self.config.max_sampled_tokens, budget // max(len(running), 1))
+        most_decodes = -(-len(running) // num_stages)
+        if plan.only is not None:
+            running = [request for request in running if request.request_id in plan.only]
+        if num_stages > 1:
+            busy = self._in_flight.blocking()
+            running = [request for request in running if request.request_id not in busy]
         behind: list[tuple[Request, int]] = []
-        busy: Collection[str] = self._in_flight.blocking() if self.config.num_stages > 1 else ()
-        most_decodes = -(-len(self.running) // self.config.num_stages)
         is_running = RequestStatus.RUNNING  # looking up an enum's member takes as long as the rest of one iteration
-        for request in list(self.running.values()):
-            if (only is not None and request.request_id not in only) or request.request_id in busy:
-                continue
+        for request in running:
             start = request.num_computed_tokens
             if in_flight:
                 start += in_flight.get(request.request_id, 0)
@@ -194,23 +209,14 @@ class Scheduler:
             elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is is_running:
                 num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
                 end = start + num_tokens
-                if end <= request.room or self._extend(plan, request, end, now, only):
+                if end <= request.room or self._extend(plan, request, end):
                     plan.num_tokens[request.request_id] = num_tokens
         plan.budget = budget - sum(plan.num_tokens.values())
-        if plan.num_tokens and pace_prefill is not None and (behind or self.waiting):
-            plan.pace = partial(self._pace, pace_prefill, plan)
-        if not (behind and only is None and self._share_prefill(plan, behind, now, seconds_per_prefill_token)):
-            self._prefill(plan, behind, now, only)
-            self._admit(plan, now, seconds_per_prefill_token, only)
+        if plan.num_tokens and (behind or self.waiting):
+            plan.pace = partial(self._pace, plan)
+        return behind
 
-        self._step += 1
-        self._in_flight.begin(plan)
-        removed, self._table.removed = self._table.removed, []
-        return plan.as_plan(self._step, removed)
-
-    def _prefill(
-        self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, only: Collection[str] | None
-    ) -> None:
+    def _plan_prefills(self, plan: PlanDraft, behind: list[tuple[Request, int]]) -> None:
         """Give running requests chunks of their prompts from the budget. `behind` says how many tokens each lacks."""
         for request, num_behind in behind:
             if plan.budget == 0:
@@ -219,12 +225,10 @@ class Scheduler:
                 continue  # it was preempted just now for an earlier request, or it has its chunk
             start = len(request.token_ids) - num_behind
             num_tokens = plan.chunk(start, num_behind)
-            if self._extend(plan, request, start + num_tokens, now, only):
+            if self._extend(plan, request, start + num_tokens):
                 plan.add_prefill(request, num_tokens, num_behind)
 
-    def _share_prefill(
-        self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, seconds_per_prefill_token: float
-    ) -> bool:
+    def _share_prefill(self, plan: PlanDraft, behind: list[tuple[Request, int]]) -> bool:
         """Share the budget if the first prompt would take all of it; return False if it would not.
 
         Half of the budget goes to prompts that lack at most half as many tokens as the first prompt. Among running
@@ -239,7 +243,7 @@ class Scheduler:
         start = len(first.token_ids) - most
         plan.set_pace(start)
         budget = plan.budget
-        if most <= budget or budget < 2 or not self._extend(plan, first, start + budget, now, None):
+        if most <= budget or budget < 2 or not self._extend(plan, first, start + budget):
             return False
         plan.add_prefill(first, budget - budget // 2, most)
         shorter = [each for each in behind if 2 * each[1] <= most]
@@ -247,9 +251,9 @@ class Scheduler:
             shorter.sort(key=lambda each: (each[0].precedence, self.shares.served(each[0].tenant), each[1]))
             for_waiting = plan.budget // 2 if self.waiting else 0
             plan.budget -= for_waiting
-            self._prefill(plan, shorter, now, None)
+            self._plan_prefills(plan, shorter)
             plan.budget += for_waiting
-        self._admit(plan, now, seconds_per_prefill_token, None, most // 2)
+        self._admit(plan, most // 2)
         if first.request_id in plan.prefills:  # and it was not preempted for a shorter one
             # The budget may have grown by the tokens of a preempted request, for which this one has no blocks.
             more = min(plan.budget, budget // 2)
@@ -257,28 +261,21 @@ class Scheduler:
             plan.budget -= more
         return True
 
-    def _admit(
-        self,
-        plan: PlanDraft,
-        now: float,
-        seconds_per_prefill_token: float,
-        only: Collection[str] | None,
-        most_missing: int | None = None,
-    ) -> None:
+    def _admit(self, plan: PlanDraft, most_missing: int | None = None) -> None:
         """Start waiting requests. End requests with a failed grammar or a deadline that cannot be kept."""
         if plan.ran_out_of_blocks or plan.budget == 0 or not self.waiting:
             return
-        for request in self._admission.admit(plan, now, seconds_per_prefill_token, only, most_missing):
+        for request in self._admission.admit(plan, most_missing):
             if request.grammar is not None and request.grammar.error is not None:
                 self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error, request.grammar.refusal)
             else:
                 self._end(request, RequestStatus.FINISHED_EXPIRED)
 
-    def _pace(self, pace_prefill: PacePrefill, plan: PlanDraft, start: int) -> int:
+    def _pace(self, plan: PlanDraft, start: int) -> int:
         """Return how many prefill tokens fit into a plan that has none yet."""
         num_tokens = sum(plan.num_tokens.values())
         keys = sum(self.requests[request_id].num_computed_tokens for request_id in plan.num_tokens)
-        return pace_prefill(StepLoad(num_tokens, keys + num_tokens), start)
+        return self.pacing.prefill_tokens(StepLoad(num_tokens, keys + num_tokens), start)
 
     def retract(self, plan: SchedulerOutput) -> None:
         """Drop the latest plan, which has no requests and was not submitted."""
@@ -286,15 +283,15 @@ class Scheduler:
         self._in_flight.retract()
         self._table.removed = plan.removed_request_ids + self._table.removed
 
-    def _extend(self, plan: PlanDraft, request: Request, end: int, now: float, only: Collection[str] | None) -> bool:
+    def _extend(self, plan: PlanDraft, request: Request, end: int) -> bool:
         """Give a running request the blocks of its first `end` tokens. Returns False if it has to wait for them."""
         while (block_ids := self.kv.extend(request, end)) is None:
             plan.ran_out_of_blocks = True
-            victim = bystander(self._table, only) or worst_ranked(self._table, self.running.values())
+            victim = bystander(self._table, plan.only) or worst_ranked(self._table, self.running.values())
             if victim is None or victim is request:
                 return False
             plan.drop(victim)
-            self._table.put_back(victim, now)
+            self._table.put_back(victim, plan.now)
         if block_ids:
             plan.new_block_ids[request.request_id] = block_ids
         return True
@@ -465,7 +462,6 @@ class Scheduler:
             computed_tokens=self._computed_tokens,
             prefix_cache_queries=self._table.prefix_cache_queries,
             prefix_cache_hits=self._table.prefix_cache_hits,
-            tiers=None if self.kv.tiers is None else self.kv.tiers.take_stats(),
         )
         self._prompt_tokens = self._computed_tokens = self._table.num_preemptions = 0
         self._table.prefix_cache_queries = self._table.prefix_cache_hits = 0

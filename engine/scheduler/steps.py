@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+import msgspec
 
 from engine.plan import NewRequestData, SchedulerOutput
 from engine.scheduler.request import Request
+from engine.snapshot import StepOutcome, StepSnapshot
 
 
 class PlanDraft:
-    """The remaining budget of a step, and the tokens that requests have been given."""
+    """The remaining budget of a step that is planned at `now`, and the tokens that requests have been given. `only`
+    has the requests that the step is restricted to, if it is."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, now: float = 0.0, only: Collection[str] | None = None) -> None:
         self.budget = budget
+        self.now = now
+        self.only = only
         self.num_tokens: dict[str, int] = {}  # computed
         # Prefilling requests, and how many tokens each may sample: 1 with the last chunk. A decode may sample one at
         # every position that is computed.
@@ -157,3 +163,38 @@ class StepsInFlight:
 
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in plan.num_tokens for plan in self._steps)
+
+
+class EndedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A step that has ended, for those that act around it. Times are seconds of the engine's clock."""
+
+    plan: SchedulerOutput
+    planned_at: float
+    submitted_at: float
+    began: float  # a step that was planned ahead begins when the one before it ends
+    ended: float
+    num_prefill_tokens: int
+    seconds_with_host: float  # with the host's work since the step before, if requests were still running then
+    outcome: StepOutcome
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def snapshot(self, prefill_budget: int, left: tuple[tuple[str, str], ...]) -> StepSnapshot:
+        """Return the step as snapshots show it. The lists are the plan's own."""
+        plan = self.plan
+        return StepSnapshot(
+            step=plan.step,
+            time=self.began,
+            seconds=self.seconds,
+            outcome=self.outcome,
+            num_requests=len(plan.request_ids),
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=plan.total_num_scheduled_tokens - self.num_prefill_tokens,
+            prefill_budget=prefill_budget,
+            request_ids=plan.request_ids,
+            num_scheduled_tokens=plan.num_scheduled_tokens,
+            num_sampled_tokens=plan.num_sampled_tokens,
+            left=left,
+        )

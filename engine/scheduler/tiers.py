@@ -13,16 +13,19 @@ Owned by the KVCacheManager, on the engine's thread. The `BlockTier` does the I/
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from engine.config import Clock
+from engine.costs.table import StepBudget
 from engine.executor import BlockTier
-from engine.messages import EventKind, TierStats
+from engine.messages import EngineCoreOutputs, EventKind
 from engine.plan import NO_BLOCK, owned
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.request import Load, Request
+from engine.scheduler.steps import EndedStep
+from engine.snapshot import StepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +53,11 @@ class BlockTables(Protocol):
 class Tiers:
     """The loads and the backlog of stores of one scheduler's requests."""
 
-    def __init__(self, kv: BlockTables, tier: BlockTier, *, only_prompts: bool) -> None:
+    def __init__(self, kv: BlockTables, tier: BlockTier, pacing: StepBudget, *, only_prompts: bool) -> None:
         """`only_prompts`: do not store blocks with generated tokens, because no prompt can share them."""
         self.tier = tier
-        self.seconds_per_token = 0.0  # of prefill, as measured; 0 is unknown
         self._kv = kv
+        self._pacing = pacing
         self._only_prompts = only_prompts
         self._loads: dict[int, Load] = {}
         self._backlog: OrderedDict[bytes, list[bytes]] = OrderedDict()
@@ -63,13 +66,42 @@ class Tiers:
         self._now = self._pause_until = float("-inf")
         self.chunk_tokens = tier.blocks_per_chunk * kv.block_size
 
-    @property
-    def is_loading(self) -> bool:
-        return bool(self._loads)
+    # --- hooks of the engine core, apart from `before_plan` and `after_step`
 
-    @property
-    def is_storing(self) -> bool:
-        return bool(self._backlog) or self.tier.is_storing
+    def wait(self) -> None:
+        """Wait a moment for a chunk that is being loaded; return at once if there is none."""
+        if self._loads:
+            self.tier.wait()
+
+    def when_idle(self, has_more: bool) -> bool:
+        """Store chunks of the backlog. Returns True while chunks wait to be stored or are being stored."""
+        if not (self._backlog or self.tier.is_storing):
+            return has_more
+        self.write_back(None)
+        self.tier.wait()
+        return True
+
+    def has_news(self, num_steps: int) -> bool:
+        return self.tier.has_news
+
+    def report(self, events: EngineCoreOutputs, num_steps: int) -> None:
+        """Add the tiers' stats since the last report, if they have changed."""
+        events.stats.tiers = stats = self.tier.take_stats()
+        if stats is not None and self._hits:
+            for each in stats:
+                each.hit_tokens = self._hits.pop(each.tier, 0)
+
+    def close(self, is_healthy: bool) -> None:
+        """Store the backlog of a healthy engine for at most `CLOSING_SECONDS`, and end the I/O."""
+        if is_healthy:
+            num_chunks, end = len(self._backlog), time.monotonic() + CLOSING_SECONDS
+            self.write_back(None)
+            while self._backlog and time.monotonic() < end:
+                self.tier.wait()
+                self.write_back(None)
+            if self._backlog:
+                logger.warning("%d of %d chunks were not stored before the end", len(self._backlog), num_chunks)
+        self.tier.close()
 
     # --- loading
 
@@ -122,7 +154,7 @@ class Tiers:
         load.requests.append(request)
         return True
 
-    def poll(self, now: float, *, is_busy: bool) -> None:
+    def before_plan(self, now: float, is_busy: bool) -> None:
         """Take in the chunks loaded since the last step, and end loads that had none for `PATIENCE` seconds."""
         self._now = now
         for ticket, index, source in self.tier.poll(BUSY_SECONDS if is_busy else IDLE_SECONDS):
@@ -201,6 +233,11 @@ class Tiers:
         if start < last <= end:
             self._backlog[_USED + request.block_hashes[last - 1]] = request.block_hashes[size - 1 : last : size]
 
+    def after_step(self, step: EndedStep) -> None:
+        """Store part of the backlog."""
+        if step.outcome is StepOutcome.DONE:
+            self.write_back(step.seconds)
+
     def write_back(self, seconds: float | None) -> None:
         """Store part of the backlog after a step of `seconds`; None if the engine is idle, then without a limit."""
         if seconds is not None:
@@ -218,16 +255,6 @@ class Tiers:
                 self._credit -= self.tier.store_seconds
             del self._backlog[name]
 
-    def store_rest(self, clock: Clock) -> None:
-        """Store the backlog for at most `CLOSING_SECONDS`. Called when a healthy engine ends."""
-        num_chunks, end = len(self._backlog), clock() + CLOSING_SECONDS
-        self.write_back(None)
-        while self._backlog and clock() < end:
-            self.tier.wait()
-            self.write_back(None)
-        if self._backlog:
-            logger.warning("%d of %d chunks that waited were not stored before the end", len(self._backlog), num_chunks)
-
     def withdraw(self, request: Request) -> None:
         """Discard the stored chunks of a request that may have computed wrong contents, and drop all loads."""
         self.give_up()
@@ -241,14 +268,6 @@ class Tiers:
         """Return the blocks that each load holds, for checks of the block accounts."""
         return [load.prefix + owned(load.block_ids) for load in self._loads.values()]
 
-    def take_stats(self) -> list[TierStats] | None:
-        """Return the tiers' stats since the last call; None if nothing has changed."""
-        stats = self.tier.take_stats()
-        if stats is not None and self._hits:
-            for each in stats:
-                each.hit_tokens = self._hits.pop(each.tier, 0)
-        return stats
-
     @property
     def _seconds_of_chunk(self) -> float:
-        return self.seconds_per_token * self.chunk_tokens
+        return self._pacing.table.seconds_per_prompt_token * self.chunk_tokens

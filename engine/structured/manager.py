@@ -6,14 +6,14 @@ the compiler's, where llguidance lets go of the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import EngineCoreRequest
-from engine.plan import TokenMasks
+from engine.plan import SchedulerOutput, TokenMasks
 from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.matchers import GrammarMatcher, ThinkingBudget, TokenMatcher, TokenRules, mask_of
@@ -28,14 +28,20 @@ WAIT_SECONDS = 0.005
 class StructuredOutputManager:
     """Compiles grammars and computes masks. `compiler` may be shared with the front door: then it has them already."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        matchers_of: Callable[[SchedulerOutput], Sequence[tuple[int, TokenMatcher]]],
+    ) -> None:
+        """`matchers_of` returns the matchers of a plan's requests by their places in it."""
         self._compiler = compiler
+        self._matchers_of = matchers_of
         self._allowed: tuple[tuple[int, ...], NDArray[np.uint32]] = (), np.empty(0, np.uint32)  # of the latest request
         self._compiling: set[Future[CompiledGrammar]] = set()
         self._fillers = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="token-masks")
         self._fillers.submit(compiler.build_tokenizer)  # now, and not while requests run
 
-    def start(self, request: EngineCoreRequest) -> TokenMatcher | None:
+    def on_add(self, request: EngineCoreRequest) -> TokenMatcher | None:
         """The matcher of a new request, if it needs one. It is not ready before its grammar is compiled."""
         sampling = request.sampling
         grammar = None if sampling.structured_output is None else self._start_grammar(request)
@@ -68,24 +74,25 @@ class StructuredOutputManager:
             self._compiling = {other for other in self._compiling if not other.done()} | {future}
         return GrammarMatcher(future)
 
-    def wait_for_grammars(self) -> None:
+    def wait(self) -> None:
         """Wait a moment for a grammar that is being compiled; return at once if there is none."""
         if self._compiling:
             _, self._compiling = wait(self._compiling, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
-    def masks(self, matchers: Sequence[tuple[int, TokenMatcher]]) -> PendingMasks | None:
-        """Begin to compute the masks of a plan, by the places of its requests; None if there are none."""
+    def before_submit(self, plan: SchedulerOutput) -> None:
+        """Begin to compute the plan's masks, if it has requests that need some."""
+        matchers = self._matchers_of(plan)
         if not matchers:
-            return None
+            return
         bits = np.empty((len(matchers), self._compiler.mask_words_of_tokenizer), dtype=np.uint32)
         indices = np.fromiter((index for index, _ in matchers), dtype=np.int64, count=len(matchers))
         tasks = [
             self._fillers.submit(_fill, matchers[start : start + MASKS_PER_TASK], bits[start : start + MASKS_PER_TASK])
             for start in range(0, len(matchers), MASKS_PER_TASK)
         ]
-        return PendingMasks(TokenMasks(indices=indices, bits=bits[:, : self._compiler.mask_words]), tasks)
+        plan.masks = PendingMasks(TokenMasks(indices=indices, bits=bits[:, : self._compiler.mask_words]), tasks)
 
-    def shutdown(self) -> None:
+    def close(self, is_healthy: bool) -> None:
         """Start nothing more."""
         for future in self._compiling:
             future.cancel()

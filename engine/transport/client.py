@@ -227,4 +227,4 @@ def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
         if core.has_work and not core.is_closed:
             channel.send(core.step(channel.are_leaving))
         elif core.has_news:
-            channel.send(core.tell())
+            channel.send(core.report())

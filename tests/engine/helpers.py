@@ -15,10 +15,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import engine.transport.channel
 from engine.config import Clock, EngineConfig
 from engine.core.core import EngineCore
+from engine.costs.table import StepBudget, StepCostTable
 from engine.fairness import threadsafe_call_soon
 from engine.frontend.request_stream import FinishedRequest
 from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams, SchedulerStats
 from engine.plan import SchedulerOutput
+from engine.scheduler.scheduler import Scheduler
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.queueing_executor import QueueingExecutor
 from tests.engine.simulated_executor import SimulatedExecutor
@@ -43,6 +45,12 @@ def make_request(
         priority=priority,
         tenant=tenant,
     )
+
+
+def make_scheduler(config: EngineConfig, num_blocks: int, block_size: int) -> Scheduler:
+    table = StepCostTable.unknown(config.max_num_seqs, config.max_num_batched_tokens)
+    pacing = StepBudget(table, config.max_num_batched_tokens, config.target_inter_token_latency)
+    return Scheduler(config, num_blocks, block_size, pacing)
 
 
 def make_core(

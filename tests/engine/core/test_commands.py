@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.core.core
 import engine.transport.channel
 import engine.transport.process_client
 import engine.transport.process_core
@@ -163,8 +162,7 @@ def test_what_an_engine_has_died_of_crosses_in_words() -> None:
 
 
 def test_every_command_is_carried_out_and_every_question_answered() -> None:
-    assert engine.core.core._CARRY_OUT.keys() == members(Command)
-    assert engine.core.core._ANSWERS.keys() == members(Question)
+    assert make_core()._handlers.keys() == members(Command) | members(Question)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ def test_commands_in_any_order_do_the_same_as_msgpack_and_leave_nothing_behind(w
     here, there = cores = [make_core(max_num_seqs=4, num_blocks=40) for _ in range(2)]
     encode, decode = encoder().encode, decoder(Command).decode
     for core in cores:
-        core._costs._budget = StepBudget(core.costs, 32, 1e9)  # so that nothing depends on the clock
+        core.scheduler.pacing = StepBudget(core.costs, 32, 1e9)  # so that nothing depends on the clock
     steps: list[EngineCoreOutputs] = []
     for word in [*words, *[STEP] * 400]:
         if word != STEP:

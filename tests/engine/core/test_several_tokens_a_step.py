@@ -29,7 +29,6 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.plan import ModelRunnerOutput
-from engine.scheduler.scheduler import Scheduler
 from engine.structured.compiler import GrammarCompiler
 from tests.engine.helpers import (
     RecordingObserver,
@@ -37,6 +36,7 @@ from tests.engine.helpers import (
     byte_level_tokenizer,
     make_core,
     make_request,
+    make_scheduler,
     run_to_end,
     simulated,
     tokens_of,
@@ -150,7 +150,7 @@ def answers(
         )
     assert observer.generated_tokens == sum(answer.output_tokens for answer in found.values())
     assert observer.generated_tokens == observer.num_first_tokens + observer.num_inter_tokens
-    core._structured.shutdown()  # type: ignore[union-attr]  # its threads; the compiler is everybody's
+    core.shutdown()  # which ends the threads that fill masks; the compiler is shared
     return found
 
 
@@ -246,7 +246,7 @@ class Reads:
 def test_a_grammar_reads_every_token_up_to_the_end(
     token_ids: list[int], taken: list[int], reason: FinishReason | None
 ) -> None:
-    scheduler = Scheduler(EngineConfig(max_model_len=32, eos_token_ids=(5,)), 8, 4)
+    scheduler = make_scheduler(EngineConfig(max_model_len=32, eos_token_ids=(5,)), 8, 4)
     grammar = Reads()
     scheduler.add(make_request(range(3), "a", max_tokens=4, logprobs=0), grammar)
     plan = scheduler.schedule()

@@ -90,7 +90,7 @@ def test_a_table_is_measured_in_two_seconds_of_idle_time() -> None:
         pass
     assert device.clock.now - began <= MAX_SECONDS + 0.2
     assert device.kept == [core.costs.settled()]
-    assert core.tell().stats.step_costs == core.costs.to_json()
+    assert core.report().stats.step_costs == core.costs.to_json()
     assert not core.has_news
     assert not core.prepare(), "that was all"
     for load in (

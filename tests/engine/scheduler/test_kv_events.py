@@ -63,7 +63,7 @@ class Fleet:
         if core.has_work:
             outputs = core.step()
         elif core.has_news:
-            outputs = core.tell()
+            outputs = core.report()
         else:
             return
         if outputs.kv_events is not None:

@@ -10,13 +10,13 @@ from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from engine.plan import SchedulerOutput
 from engine.scheduler.request import Request, RequestStatus
-from engine.scheduler.scheduler import Scheduler
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,
     make_core,
     make_request,
+    make_scheduler,
     run_to_end,
     simulated,
     tokens_of,
@@ -69,7 +69,7 @@ def test_a_hand_written_loop_gives_the_same_tokens_as_the_engine_core() -> None:
         core.add(request)
     by_core = {request_id: tokens_of(outputs) for request_id, outputs in run_to_end(core).items()}
 
-    scheduler = Scheduler(core.config, num_blocks=14, block_size=4)
+    scheduler = make_scheduler(core.config, num_blocks=14, block_size=4)
     executor = CheckedExecutor(14, 4, core.executor.vocab_size)
     for request in requests:
         scheduler.add(request)
@@ -395,7 +395,7 @@ def test_a_step_that_raised_left_nothing_to_be_found_in_the_prefix_cache() -> No
 def test_a_pool_too_small_for_one_request_is_refused_at_the_start() -> None:
     config = EngineConfig(max_model_len=65)
     with pytest.raises(ValueError, match="65 tokens does not fit into 4 KV blocks of 16"):
-        Scheduler(config, num_blocks=4, block_size=16)
+        make_scheduler(config, num_blocks=4, block_size=16)
 
 
 def test_a_budget_smaller_than_the_seats_is_refused() -> None:

@@ -79,11 +79,11 @@ def test_the_choices_of_a_request_share_one_mask(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(manager_module, "mask_of", noted)
     manager = StructuredOutputManager(
-        GrammarCompiler(Vocabulary(byte_level_tokenizer()), vocab_size=300, eos_token_ids=(1,))
+        GrammarCompiler(Vocabulary(byte_level_tokenizer()), vocab_size=300, eos_token_ids=(1,)), lambda plan: []
     )
     for allowed in ((1, 2), (3,), (1, 2)):
         for _ in range(50):
-            matcher = manager.start(make_request([1], allowed_token_ids=(*allowed,)))
+            matcher = manager.on_add(make_request([1], allowed_token_ids=(*allowed,)))
             assert matcher is not None
             mask = np.empty(10, np.uint32)
             matcher.fill(mask)

@@ -42,8 +42,8 @@ FAULTS = 75  # for each runner and depth, so 300 in all
 FAULTS_PER_ROUND = 25
 
 ENGINE_STAGES: list[tuple[Any, str]] = [
-    (EngineCore, "_accompany"),
-    (StepCosts, "observe"),
+    (EngineCore, "_before_submit"),
+    (StepCosts, "before_update"),
     (KVCacheManager, "commit"),
     (Request, "append_output_tokens"),
     (RowTable, "apply"),
@@ -170,8 +170,8 @@ def test_a_storm_of_faults_gives_nobody_a_wrong_token(kind: str, depth: int, mon
     requests = crowd(1)
     expected = run_round(make_core(uniproc(kind), 1, num_blocks=20), requests, "alone", None)
     executor = uniproc(kind)
-    core = make_core(executor, depth, num_blocks=20)
     faults = Faults(STAGES[kind], monkeypatch, seed=100 + depth)
+    core = make_core(executor, depth, num_blocks=20)
     num_failed = 0
     for number in itertools.count():
         if faults.struck.total() == FAULTS:

@@ -172,7 +172,7 @@ class EngineCore:
         self.is_closed = True
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queue a request."""
+        """Queue a request, with a matcher if its tokens are restricted."""
         matchers = [on_add(request) for on_add in self._hooks.on_add]
         matcher = next((each for each in matchers if each is not None), None)
         self.scheduler.add(request, matcher)

@@ -1,4 +1,4 @@
-"""What acts around each step: the hooks that the engine core calls, and the participants that are the core's own.
+"""The hooks by which the engine core calls what acts around each step, and the participants that are the core's own.
 
 1. A capability is an entry in the core's list of participants, not a branch in its loop.
 2. A hook that raises ends the engine, except `before_submit`, `wait` and `before_update`: then the step counts as
@@ -114,7 +114,7 @@ class StepCosts:
         learns: bool,
         keep: Callable[[StepCostTable], None] | None,
     ) -> None:
-        """With `learns`, the table is updated by real steps. `keep` saves the table when it has been measured and at
+        """`learns` lets real steps update the table. `keep` saves the table when it has been measured and at
         the end. If it is given and little is known, costs are measured while there is no work."""
         self.table = scheduler.pacing.table
         self._requests = scheduler.requests

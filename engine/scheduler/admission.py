@@ -117,7 +117,7 @@ class Admission:
         for request in admitted:
             table.waiting.remove(request)
         for request in dismissed:
-            table.waiting.push_front(request)
+            table.waiting.push(request)
         return in_vain
 
     @staticmethod
@@ -224,9 +224,9 @@ def worst_ranked(table: RequestTable, candidates: Iterable[Request]) -> Request 
         left = [request for request in left if request.precedence == worst]
         above = table.shares.above_their_share(len(table.running))
         left = [request for request in left if request.tenant in above] or left
-        tenant = max(left, key=_arrival).tenant
+        tenant = max(left, key=lambda request: request.sequence_number).tenant
         left = [request for request in left if request.tenant == tenant]
-    return max(left, key=_rank, default=None)
+    return max(left, key=lambda request: (request.priority, request.sequence_number), default=None)
 
 
 def bystander(table: RequestTable, only: Collection[str] | None) -> Request | None:
@@ -260,11 +260,3 @@ def who_makes_room(
         and request not in admitted
     )
     return worst_ranked(table, candidates)
-
-
-def _arrival(request: Request) -> int:
-    return request.sequence_number
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank

@@ -156,11 +156,6 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The sort key among one tenant's requests: the smaller priority value first, then the earlier arrival."""
-        return (self.priority, self.sequence_number)
-
-    @property
     def reads_prefix_cache(self) -> bool:
         """True if blocks that other requests computed can be used. They have keys and values, but no hidden states."""
         needs_all = self.sampling.prompt_logprobs is not None or self.pooling is Pooling.MEAN

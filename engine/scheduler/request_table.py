@@ -76,7 +76,7 @@ class RequestTable:
     def put_back(self, request: Request, now: float) -> None:
         """Preempt a request, and put it back into the queue."""
         self.preempt(request, now)
-        self.waiting.push_front(request)
+        self.waiting.push(request)
 
     def remove(self, request: Request) -> None:
         """Remove an ended request, and release everything it owned. Its status has the reason."""

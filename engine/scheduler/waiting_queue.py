@@ -8,23 +8,21 @@ others, then by arrival.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import takewhile
 
-from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.request import Request
 from engine.snapshot import TenantSnapshot
-
-Line = OrderedDict[str, Request]
 
 
 class WaitingQueue:
-    """One line per precedence, tenant and priority. Every operation is O(1), except iteration and `push_front`, which
-    steps over preempted requests. Owned by the Scheduler."""
+    """One sorted list per precedence and tenant: adding and removing a request takes a binary search. Owned by the
+    Scheduler."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._lines: dict[int, dict[str, dict[int, Line]]] = {}
+        self._lines: dict[int, dict[str, list[Request]]] = {}
         self._size = 0
 
     def __len__(self) -> int:
@@ -43,10 +41,10 @@ class WaitingQueue:
         for precedence in sorted(self._lines):
             yield from self._take_turns(self._lines[precedence], is_out)
 
-    def _take_turns(self, tenants: dict[str, dict[int, Line]], is_out: Callable[[str], bool]) -> Iterator[Request]:
+    def _take_turns(self, tenants: dict[str, list[Request]], is_out: Callable[[str], bool]) -> Iterator[Request]:
         turns: list[tuple[float, int, str, Iterator[Request]]] = [
-            (self._shares.served(tenant), number, tenant, _by_priority(lines))
-            for number, (tenant, lines) in enumerate(tenants.items())
+            (self._shares.served(tenant), number, tenant, iter(line))
+            for number, (tenant, line) in enumerate(tenants.items())
         ]
         heapq.heapify(turns)
         while turns:
@@ -60,43 +58,26 @@ class WaitingQueue:
             heapq.heapreplace(turns, (served, number, tenant, requests))
 
     def push(self, request: Request) -> None:
-        """Add a request behind all others of the same tenant and priority."""
+        """Add a request. A preempted one goes before all requests of the same tenant and priority that have not run,
+        because it has waited its turn already."""
         tenants = self._lines.setdefault(request.precedence, {})
-        lines = tenants.setdefault(request.tenant, {})
-        lines.setdefault(request.priority, OrderedDict())[request.request_id] = request
+        insort(tenants.setdefault(request.tenant, []), request, key=_place)
         self._size += 1
-
-    def push_front(self, request: Request) -> None:
-        """Add a preempted request before all requests of the same tenant and priority that have not run, because it has
-        waited its turn already. Preempted requests are in order of arrival."""
-        self.push(request)
-        line = self._lines[request.precedence][request.tenant][request.priority]
-        line.move_to_end(request.request_id, last=False)
-        earlier = [
-            other
-            for other in takewhile(lambda other: other.status is RequestStatus.PREEMPTED, line.values())
-            if other.rank < request.rank
-        ]
-        for other in reversed(earlier):
-            line.move_to_end(other.request_id, last=False)
 
     def remove(self, request: Request) -> None:
         tenants = self._lines[request.precedence]
-        lines = tenants[request.tenant]
-        line = lines[request.priority]
-        del line[request.request_id]
+        line = tenants[request.tenant]
+        del line[bisect_left(line, _place(request), key=_place)]
         if not line:
-            del lines[request.priority]
-            if not lines:
-                del tenants[request.tenant]
-                if not tenants:
-                    del self._lines[request.precedence]
+            del tenants[request.tenant]
+            if not tenants:
+                del self._lines[request.precedence]
         self._size -= 1
 
 
-def _by_priority(lines: dict[int, Line]) -> Iterator[Request]:
-    for priority in sorted(lines):
-        yield from lines[priority].values()
+def _place(request: Request) -> tuple[int, bool, int]:
+    """Return the sort key among one tenant's requests, which does not change while a request waits."""
+    return request.priority, not request.num_preemptions, request.sequence_number
 
 
 # ------------------------------------------------------------------------------------------------------------- fairness
@@ -122,9 +103,8 @@ class TenantShares:
         self._weights: dict[str, float] = {}  # of the tenants that have requests
         self._total_weight = 0.0
         self._limits: dict[str, int] = {}  # running slots at once; 0 is no limit
-        self._served: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # by tenant; idle tenants in order, the longest idle first
+        # By tenant; idle tenants in order, the longest idle first.
+        self._served: OrderedDict[str, float] = OrderedDict()
         self._latest = ""  # the tenant that got a running slot last
 
     def arrive(self, tenant: str, weight: float, max_running: int) -> None:

@@ -406,7 +406,7 @@ class ServerClient:
 
     def get(self, path: str) -> bytes:
         """The body of what is there. Raises `ServerError`."""
-        with self._request("GET", path) as response:
+        with self.request("GET", path) as response:
             return response.read()
 
     def models(self) -> list[dict[str, Any]]:
@@ -419,7 +419,7 @@ class ServerClient:
     def wait_until_ready(self, on_progress: Callable[[str], None], poll_seconds: float = 0.2) -> None:
         """Return when the server can make a token; tell meanwhile what it does. Raises `ServerError` if it fails."""
         while True:
-            with self._request("GET", "/readyz", check=False) as response:
+            with self.request("GET", "/readyz", check=False) as response:
                 if response.status == 200:
                     return
                 status = json.load(response)
@@ -433,7 +433,7 @@ class ServerClient:
         """The chunks of a chat completion, the one with the usage too. Closing the iterator early hangs up, which
         aborts the request. Raises `ServerError`, also if the answer breaks off."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        with self._request("POST", "/v1/chat/completions", body) as response:
+        with self.request("POST", "/v1/chat/completions", body) as response:
             is_over = False
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -459,12 +459,12 @@ class ServerClient:
             raise ServerError(f"What {self.url} answers is not understood: {printable(repr(error)[:200])}") from error
 
     @contextmanager
-    def _request(
+    def request(
         self, method: str, path: str, body: object = None, *, check: bool = True
     ) -> Iterator[http.client.HTTPResponse]:
         connection = self._connection_type(self._netloc, timeout=self._timeout)
         try:
-            payload = None if body is None else json.dumps(body).encode()
+            payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(method, self._prefix + path, body=payload, headers=self._headers)
             response = connection.getresponse()
             if check and response.status != 200:

@@ -16,12 +16,12 @@ import argparse
 import asyncio
 import json
 import random
-import resource
+import re
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+from app.client import ConnectionPool, Exchange, allow_open_files
 from app.workload.datasets import WORDS
 from loadtest.plumbing import NAME, dummy_server, write_model
 from loadtest.servers import Target
@@ -31,47 +31,29 @@ LONG_PROMPT = 100_000  # characters
 CONTEXT = 131072
 
 
-async def request(
-    target: Target, method: str, path: str, body: dict[str, Any] | None = None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request on a connection of its own, which ends with the answer."""
-    host, port = target.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    content = json.dumps(body).encode() if body is not None else b""
-    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-    return reader, writer
-
-
-async def answer_to(target: Target, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """The whole answer, with its head."""
-    reader, writer = await request(target, method, path, body)
-    try:
-        return await reader.read()
-    finally:
-        writer.close()
-
-
-def stream(prompt: str, max_tokens: int) -> dict[str, Any]:
-    greedy = {"temperature": 0, "ignore_eos": True, "stream": True}
-    return {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, **greedy}
+async def answer_to(pool: ConnectionPool, prompt: str, max_tokens: int) -> Exchange:
+    """A streamed completion, read to its end."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    return await pool.exchange(pool.message("POST", "/v1/completions", json.dumps(body).encode()))
 
 
 async def probes(target: Target) -> None:
+    pool = ConnectionPool(target.url, {"connection": "close"})
     draw = random.Random(0)
     took: list[float] = []
     num_long = 0
 
     async def decode(number: int) -> None:
         while True:
-            await answer_to(target, "POST", "/v1/completions", stream(f"stream {number}", 4000))
+            await answer_to(pool, f"stream {number}", 4000)
 
     async def send_long() -> None:
         nonlocal num_long
         while True:
             words = " ".join(draw.choices(WORDS, k=LONG_PROMPT // 5))[:LONG_PROMPT]
-            answer = await answer_to(target, "POST", "/v1/completions", stream(words, 1))
-            assert answer.startswith(b"HTTP/1.1 200"), answer[:300]
+            answer = await answer_to(pool, words, 1)
+            assert answer.head.startswith(b"HTTP/1.1 200"), answer.head
             num_long += 1
 
     async with asyncio.TaskGroup() as tasks:
@@ -82,9 +64,9 @@ async def probes(target: Target) -> None:
         end = time.monotonic() + PROBE_SECONDS
         while time.monotonic() < end:
             started = time.monotonic()
-            answer = await answer_to(target, "GET", "/livez")
+            answer = await pool.exchange(pool.message("GET", "/livez"))
             took.append(time.monotonic() - started)
-            assert answer.startswith(b"HTTP/1.1 200"), answer
+            assert answer.head.startswith(b"HTTP/1.1 200"), answer.head
             await asyncio.sleep(0.01)
         for task in busy:
             task.cancel()
@@ -95,29 +77,31 @@ async def probes(target: Target) -> None:
     )
 
 
+async def num_waiting(pool: ConnectionPool) -> float:
+    exchange = await pool.exchange(pool.message("GET", "/metrics"))
+    metrics = b"".join(data for data, _ in exchange.body())
+    return float(re.findall(rb"^vllm:num_requests_waiting\{[^}]*\} (\S+)$", metrics, re.MULTILINE)[0])
+
+
 async def idle(target: Target) -> None:
+    pool = ConnectionPool(target.url, {"connection": "close"})
     async with asyncio.TaskGroup() as tasks:
-        hold = tasks.create_task(
-            answer_to(target, "POST", "/v1/completions", stream("hold", 100_000))
-        )  # the only running slot
+        hold = tasks.create_task(answer_to(pool, "hold", 100_000))  # the only running slot
         await asyncio.sleep(1)
-        waiting: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        waiting: list[asyncio.Task[Exchange]] = []
         for goal in (100, 600, 2000):  # the first hundred pay for what is needed once
             rss, start = target.rss_mib(), len(waiting)
-            while len(waiting) < goal:
-                waiting.append(await request(target, "POST", "/v1/completions", stream("wait", 2)))
-            await asyncio.gather(*(reader.readuntil(b"\r\n\r\n") for reader, _ in waiting[start:]))
+            waiting += [tasks.create_task(answer_to(pool, "wait", 2)) for _ in range(start, goal)]
+            while await num_waiting(pool) + sum(map(asyncio.Task.done, waiting)) < goal:  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
             await asyncio.sleep(1)
             if goal == 600:
                 kib = (target.rss_mib() - rss) * 1024 / (goal - start)
                 print(f"500 open streams that wait: {kib:.1f} KiB of resident memory each")
         hold.cancel()
-    started = time.monotonic()
-    answers = await asyncio.gather(*(reader.read() for reader, _ in waiting))
-    whole = sum(b"data: [DONE]" in answer for answer in answers)
+        started = time.monotonic()
+    whole = sum(b"data: [DONE]" in b"".join(task.result().reads) for task in waiting)
     print(f"{len(waiting)} streams that waited: {whole} ended whole, within {time.monotonic() - started:.1f} s")
-    for _, writer in waiting:
-        writer.close()
     before = target.cpu_seconds()
     await asyncio.sleep(5)
     print(f"CPU time of the server in 5 s without work: {target.cpu_seconds() - before:.2f} s")
@@ -128,11 +112,11 @@ def main() -> None:
     parser.add_argument("--engine", default="thread")
     parser.add_argument("--only", default="probes,idle")
     options = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    allow_open_files()
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory) / NAME, max_position_embeddings=CONTEXT)
         for name in options.only.split(","):
-            slots: dict[str, object] = {"max_num_seqs": 1} if name == "idle" else {}
+            slots: dict[str, object] = {"max_num_seqs": 1, "max_queue_time": 3600} if name == "idle" else {}
             with dummy_server(model, options.engine, **slots) as target:
                 asyncio.run({"probes": probes, "idle": idle}[name](target))
 

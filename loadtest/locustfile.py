@@ -1,7 +1,7 @@
 """Users who chat: each opens a streamed chat completion, reads it to its end (or leaves in the middle), and asks again.
 
-`locust -f loadtest/locustfile.py` from the repository's root; README.md beside this file says how. What a stream's
-user feels becomes metrics of locust, one line of its table for each length of prompt:
+`locust -f loadtest/locustfile.py` from the repository's root; README.md in this folder says how. Streams become metrics
+of locust, one line of its table for each length of prompt:
 
     SSE     the whole request; failures are counted here, once each
     TTFT    time to the first piece of text
@@ -17,23 +17,21 @@ from __future__ import annotations
 from locust import User, constant, events, task  # isort: skip
 
 import argparse
-import http.client
+import itertools
 import random
 import time
 from typing import Any
 
 import gevent
-from locust.env import Environment
 from locust.exception import StopUser
 
-from loadtest.figures import HEADER, Figures
-from loadtest.stream import Refused, StreamBroken, Target, Timeline, first_model, stream_chat
+from app.client import ServerClient, ServerError
+from app.workload.datasets import WORDS
 
-TIMEOUT = 10.0  # seconds that a refused user waits at most before asking again, whatever Retry-After says
-WORDS = ("river", "mill", "wheel", "water", "stone", "grain", "flour", "channel", "gate", "flow", "turn", "sluice")
+PAUSE = 0.5  # seconds that a user waits after a failure
 
 _random = random.Random()  # not seeded: a second run must not find the prompts of the first in the cache
-_figures = Figures()
+_numbers = itertools.count(1)  # of requests; users are greenlets of one thread, so counting needs no lock
 
 
 def prompt_mix(text: str) -> dict[int, float]:
@@ -45,16 +43,6 @@ def prompt_mix(text: str) -> dict[int, float]:
     if not mix or min(mix) < 1 or min(mix.values()) < 0 or not sum(mix.values()):
         raise argparse.ArgumentTypeError(f"got {text!r}; write words:weight,words:weight, for example 32:6,256:3,700:1")
     return mix
-
-
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"got {text!r}; write a number from 0 to 1, for example 0.2")
-    return value
 
 
 @events.init_command_line_parser.add_listener
@@ -79,7 +67,7 @@ def _add_options(parser: Any) -> None:
     parser.add_argument(
         "--leave-share",
         env_var="LOADTEST_LEAVE_SHARE",
-        type=share,
+        type=float,
         default=0.0,
         metavar="0..1",
         help="share of requests whose user hangs up somewhere in the middle (default 0)",
@@ -105,21 +93,21 @@ class ChatUser(User):
     """Asks, reads the answer as it comes, and asks again at once."""
 
     wait_time = constant(0)
+    num_ended = 0  # requests of all users
 
     def on_start(self) -> None:
         options = self.environment.parsed_options
-        self.mix: dict[int, float] = options.prompt_mix
-        self.target = Target(host=self.host or "", api_key=options.api_key, timeout=options.silence)
+        self.client = ServerClient(self.host or "", options.api_key or None, timeout=options.silence)
         self.model: str = options.model
-        _figures.max_users = max(_figures.max_users, self.environment.runner.user_count)
 
     @task
     def chat(self) -> None:
         """One request, from the connection to the last byte."""
         options = self.environment.parsed_options
-        if options.max_requests and not _take_turn(options.max_requests):
+        if options.max_requests and next(_numbers) > options.max_requests:
             raise StopUser
-        (num_words,) = _random.choices(list(self.mix), list(self.mix.values()))
+        mix = options.prompt_mix
+        (num_words,) = _random.choices(list(mix), list(mix.values()))
         # Every prompt begins otherwise, so that no prefix cache does the server's work.
         prompt = f"{_random.getrandbits(32):08x} " + " ".join(_random.choices(WORDS, k=num_words))
         body = {
@@ -131,62 +119,49 @@ class ChatUser(User):
         }
         leaves = _random.random() < options.leave_share
         leave_after = _random.randint(1, max(1, options.max_tokens // 2)) if leaves else None
-        self._ask(f"chat, {num_words} words", body, leave_after)
-        if options.max_requests and _figures.num_ended == options.max_requests:
+        started = time.perf_counter()
+        try:
+            self._ask(f"chat, {num_words} words", body, leave_after)
+        except ServerError as error:
+            self._fire("SSE", f"chat, {num_words} words", time.perf_counter() - started, exception=error)
+            time.sleep(PAUSE)
+        ChatUser.num_ended += 1
+        if ChatUser.num_ended == options.max_requests:
             gevent.spawn(self.environment.runner.quit)  # it ends all users, and would end with the one that calls it
 
     def _ask(self, name: str, body: dict[str, Any], leave_after: int | None) -> None:
+        """Raises ServerError for a refusal, and for a stream that does not end well."""
         started = time.perf_counter()
-        try:
-            self.model = self.model or first_model(self.target)
-            timeline = stream_chat(self.target, body | {"model": self.model}, leave_after=leave_after)
-        except (Refused, StreamBroken, OSError, http.client.HTTPException, ValueError, LookupError) as error:
-            _figures.failures[_cause(error)] += 1
-            self._fire("SSE", name, (time.perf_counter() - started) * 1e3, exception=error)
-            time.sleep(min(TIMEOUT, getattr(error, "retry_after", None) or 0.1))
-        else:
-            _figures.add(timeline)
-            self._report(name, timeline)
+        self.model = self.model or self.client.models()[0]["id"]
+        arrivals: list[float] = []
+        finish_reason, num_tokens = None, 0
+        for chunk in self.client.stream(body | {"model": self.model}):
+            with self.client.understood():
+                for choice in chunk["choices"]:
+                    if choice["delta"].get("content"):
+                        arrivals.append(time.perf_counter())
+                    finish_reason = choice["finish_reason"] or finish_reason
+                if usage := chunk.get("usage"):
+                    num_tokens = usage["completion_tokens"]
+            if leave_after is not None and len(arrivals) >= leave_after:
+                self._fire("LEFT", name, time.perf_counter() - started)
+                return
+        if finish_reason is None:
+            raise ServerError("the stream ended without a finish reason")
+        self._fire("SSE", name, time.perf_counter() - started)
+        if arrivals:
+            self._fire("TTFT", name, arrivals[0] - started)
+        for earlier, later in itertools.pairwise(arrivals):
+            self._fire("ITL", name, later - earlier)
+        if num_tokens > 1 and arrivals[-1] > arrivals[0]:
+            self._fire("tok/s", name, (num_tokens - 1) / (arrivals[-1] - arrivals[0]) / 1e3)
 
-    def _report(self, name: str, timeline: Timeline) -> None:
-        if timeline.left:
-            self._fire("LEFT", name, timeline.e2e * 1e3, timeline.num_bytes)
-            return
-        self._fire("SSE", name, timeline.e2e * 1e3, timeline.num_bytes)
-        if timeline.ttft is not None:
-            self._fire("TTFT", name, timeline.ttft * 1e3)
-        for gap in timeline.gaps:
-            self._fire("ITL", name, gap * 1e3)
-        if (speed := timeline.tokens_per_second) is not None:
-            self._fire("tok/s", name, speed)
-
-    def _fire(self, kind: str, name: str, value: float, num_bytes: int = 0, exception: Exception | None = None) -> None:
+    def _fire(self, kind: str, name: str, seconds: float, exception: Exception | None = None) -> None:
         self.environment.events.request.fire(
             request_type=kind,
             name=name,
-            response_time=value,
-            response_length=num_bytes,
+            response_time=1e3 * seconds,
+            response_length=0,
             exception=exception,
             context={},
         )
-
-
-_turns = 0
-
-
-def _take_turn(limit: int) -> bool:
-    """Whether one more request may start. Users are greenlets of one thread, so counting needs no lock."""
-    global _turns
-    _turns += 1
-    return _turns <= limit
-
-
-def _cause(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused | StreamBroken) else type(error).__name__
-
-
-@events.quitting.add_listener
-def _print_figures(environment: Environment, **_: Any) -> None:
-    print(f"\n{HEADER}\n{_figures.row()}")
-    for cause, count in _figures.failures.most_common():
-        print(f"failed {count} times: {cause}")

@@ -14,7 +14,7 @@ something has, or if an answer was not what it should be.
 from __future__ import annotations
 
 import argparse
-import http.client
+import itertools
 import json
 import os
 import random
@@ -27,22 +27,21 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from app.client import ServerClient, ServerError
+from app.workload.datasets import WORDS
 from loadtest.servers import Target, headrace
-from loadtest.stream import Refused, StreamBroken, stream_chat
-from loadtest.stream import Target as Asked
 
 ADMIN = "soak-admin"
 KEYS = ("soak-one", "soak-two", "soak-three")
 MEMORY_GROWTH = 0.01
 SETTLE_SECONDS = 120.0  # for what still runs when the clients of a cycle have ended
-WORDS = ["river", "stone", "lantern", "bridge", "orchard", "winter", "harbor", "signal", "copper", "meadow", "glass"]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
 WRONG: list[tuple[str, bytes]] = [
@@ -112,44 +111,40 @@ class Soak:
             try:
                 act(draw)
                 self._note(self.count, name)
-            except Refused as refused:
-                if refused.status not in (429, 503):
-                    self._note(self.faults, f"{name}: {refused}")
+            except ServerError as error:
+                if error.status not in (429, 503):
+                    self._note(self.faults, f"{name}: {error}")
                 self._note(self.count, "refused")
-                self._stop.wait(min(refused.retry_after or 1.0, 5.0))
-            except (OSError, StreamBroken, http.client.HTTPException, ValueError, KeyError) as error:
+                self._stop.wait(1.0)
+            except (OSError, AssertionError, ValueError, KeyError) as error:
                 self._note(self.faults, f"{name}: {type(error).__name__} {error}")
 
     def _note(self, counter: Counter[str], what: str) -> None:
         with self._lock:
             counter[what] += 1
 
-    def _asked(self, draw: random.Random) -> Asked:
-        return Asked(host=self._target.url, api_key=draw.choice(KEYS), timeout=120.0)
+    def _client_of(self, key: str) -> ServerClient:
+        return ServerClient(self._target.url, key, timeout=120.0)
 
     def _post(self, path: str, body: dict[str, Any], key: str) -> dict[str, Any]:
-        """Raises Refused for any status but 200."""
-        status, answer, headers = self._exchange("POST", path, json.dumps(body).encode(), key)
-        if status != 200:
-            retry_after = headers.get("Retry-After", "")
-            raise Refused(status, answer[:200].decode(errors="replace"), float(retry_after) if retry_after else None)
-        found: dict[str, Any] = json.loads(answer)
+        """Raises ServerError for any status but 200."""
+        with self._client_of(key).request("POST", path, body) as response:
+            found: dict[str, Any] = json.load(response)
         return found
-
-    def _exchange(self, method: str, path: str, body: bytes, key: str) -> tuple[int, bytes, http.client.HTTPMessage]:
-        with closing(Asked(host=self._target.url, timeout=120.0).connect()) as connection:
-            connection.request(method, path, body, {"Authorization": f"Bearer {key}"})
-            response = connection.getresponse()
-            return response.status, response.read(), response.headers
 
     # --- what clients do
 
     def _chat(self, draw: random.Random) -> None:
-        stream_chat(self._asked(draw), message(draw, 4, 120) | {"max_tokens": draw.randint(1, 48)})
+        body = message(draw, 4, 120) | {"max_tokens": draw.randint(1, 48)}
+        for _ in self._client_of(draw.choice(KEYS)).stream(body):
+            pass
 
     def _leave(self, draw: random.Random) -> None:
         body = message(draw, 4, 600) | {"max_tokens": 2000, "ignore_eos": True}
-        stream_chat(self._asked(draw), body, leave_after=draw.randint(1, 20))
+        stream = self._client_of(draw.choice(KEYS)).stream(body)
+        for _ in itertools.islice(stream, draw.randint(1, 20)):
+            pass
+        stream.close()
 
     def _converse(self, draw: random.Random) -> None:
         messages = message(draw, 20, 60)["messages"]
@@ -164,9 +159,10 @@ class Soak:
 
     def _wrong(self, draw: random.Random) -> None:
         path, body = draw.choice(WRONG)
-        status, answer, _ = self._exchange("POST", path, body, draw.choice([*KEYS, "no-key"]))
-        if not 400 <= status < 500 or b"message" not in answer:
-            raise ValueError(f"{path} {body[:40]!r} got {status}")
+        client = self._client_of(draw.choice([*KEYS, "no-key"]))
+        with client.request("POST", path, body, check=False) as response:
+            if not 400 <= response.status < 500 or b"message" not in response.read():
+                raise ValueError(f"{path} {body[:40]!r} got {response.status}")
 
     def _structured(self, draw: random.Random) -> None:
         format_ = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
@@ -188,10 +184,7 @@ class Soak:
         assert len(self._post("/v1/embeddings", {"input": texts}, draw.choice(KEYS))["data"]) == len(texts)
 
     def _look(self, draw: random.Random) -> None:
-        request = urllib.request.Request(
-            f"{self._target.url}/dashboard/frames", headers={"Authorization": f"Bearer {ADMIN}"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as feed:
+        with self._client_of(ADMIN).request("GET", "/dashboard/frames") as feed:
             for _ in range(draw.randint(1, 40)):
                 if self._stop.is_set():  # an idle server has little to tell
                     break
@@ -199,7 +192,7 @@ class Soak:
 
     def _read_slowly(self, draw: random.Random) -> None:
         """Some bytes now and then, and a reset in the end."""
-        url = Asked(host=self._target.url).url
+        url = urlsplit(self._target.url)
         body = json.dumps(message(draw, 4, 20) | {"max_tokens": 200, "stream": True}).encode()
         with closing(socket.create_connection((url.hostname or "", url.port or 80))) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -235,9 +228,7 @@ def look_at(target: Target) -> dict[str, float]:
     """What an idle server holds. Raises TimeoutError if it does not become idle."""
     end = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end:
-        request = urllib.request.Request(f"{target.url}/metrics", headers={"Authorization": f"Bearer {ADMIN}"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            metrics = answer.read().decode()
+        metrics = ServerClient(target.url, ADMIN, timeout=30).get("/metrics").decode()
         busy = re.findall(r"^vllm:(?:num_requests_\w+|kv_cache_usage_perc)\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
         assert len(busy) >= 3
         if not any(map(float, busy)):

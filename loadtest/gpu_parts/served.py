@@ -8,11 +8,12 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import tokenizers
 import torch
 
+from app.client import ConnectionPool, read_answer
+from app.workload.report import RequestRecord
 from loadtest.gpu_parts.engine_runs import Sizes, nano_lengths
 from loadtest.gpu_parts.models import PUBLISHED, TINY
 from loadtest.gpu_parts.report import Report
@@ -72,32 +73,16 @@ def write_model(directory: Path, values: dict[str, object]) -> Path:
 
 
 async def _send_all(url: str, requests: list[tuple[list[int], int]]) -> int:
-    return sum(await asyncio.gather(*(_stream(url, prompt, max_tokens) for prompt, max_tokens in requests)))
+    """All completions at once, read to their ends. Returns the tokens that their usages count."""
+    pool = ConnectionPool(url, {})
+    body = {"model": NAME, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
 
+    async def stream(prompt: list[int], max_tokens: int) -> int:
+        content = json.dumps(body | {"prompt": prompt, "max_tokens": max_tokens}).encode()
+        exchange = await pool.exchange(pool.message("POST", "/v1/completions", content))
+        record = RequestRecord(0.0)
+        for _ in read_answer(exchange, record):
+            await asyncio.sleep(0)
+        return 0 if record.error else record.num_output_tokens
 
-async def _stream(url: str, prompt: list[int], max_tokens: int) -> int:
-    """One completion, read to its end. Returns the tokens that its usage counts."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    body = json.dumps(
-        {
-            "model": NAME,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    await writer.drain()
-    tail = b""
-    while piece := await reader.read(65536):
-        tail = (tail + piece)[-4096:]
-    writer.close()
-    marker = b'"completion_tokens":'
-    if b"data: [DONE]" not in tail or marker not in tail:
-        return 0
-    counted = tail.rpartition(marker)[2].lstrip()
-    return int(counted[: len(counted) - len(counted.lstrip(b"0123456789"))])
+    return sum(await asyncio.gather(*(stream(*request) for request in requests)))

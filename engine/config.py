@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from engine.messages import ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +21,13 @@ class EngineConfig:
     max_sampled_tokens: int = 1  # of one request in one step; more than one where the executor verifies drafts
     target_inter_token_latency: float = 0.08  # seconds; the prefill in steps that also decode is limited to keep it
     enable_prefix_caching: bool = True
-    prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
-    kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.plan`)
+    facts: ModelFacts = field(default_factory=ModelFacts)
     # Steps in flight. At 2 the device finds the next step waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
     # Parts of the device that work in sequence, each on another plan. A request is in one plan at a time, so the
     # running requests are divided among as many plans.
     num_stages: int = 1
     eos_token_ids: tuple[int, ...] = ()
-    compute_form: str = ""  # device and form of the weights, in words: with other ones, logits differ
-    is_batch_invariant: bool = False  # a token's bits depend only on its request
 
     def __post_init__(self) -> None:
         if not 1 <= self.pipeline_depth <= max(2, self.num_stages):

@@ -517,6 +517,18 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
+class ModelFacts(msgspec.Struct, kw_only=True, frozen=True):
+    """How a device computes a model, as far as the engine must know. The device's worker sets it, once."""
+
+    kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.plan`)
+    prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
+    compute_form: str = ""  # device and form of the weights, in words: with another one, logits differ
+    is_batch_invariant: bool = False  # a token's bits depend only on its request
+
+
+FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows")  # that a simulation needs
+
+
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
     """The first thing an engine says: it is loaded, and these are its engine info."""
 
@@ -524,12 +536,9 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=Fa
     num_blocks: _Size
     block_size: _Size
     max_model_len: _Size
-    compute_form: str = ""  # as `EngineConfig` has it
-    is_batch_invariant: bool = False  # likewise
+    facts: ModelFacts = ModelFacts()
     step_costs: bytes = b""  # a `StepCostTable` as JSON, if it is known what steps cost
-    prompt_form_differs: bool = False  # the next three too as `EngineConfig` has them
-    kv_windows: tuple[int | None, ...] = (None,)
-    pipeline_depth: int = 1
+    pipeline_depth: int = 1  # as `EngineConfig` has it
 
 
 # ---------------------------------------------------------------------------------------------------------------- stats

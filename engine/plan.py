@@ -123,7 +123,7 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False)
 #
 # Layers that keep the same (all tokens, or a window of the latest) are in one or several groups of equal size. A block
 # has room for `block_size` tokens in the layers of one group, and any block serves any group: there is one pool.
-# `EngineConfig.kv_windows` has the window of each group, or None.
+# `ModelFacts.kv_windows` has the window of each group, or None.
 #
 # A block table is flat: for each place, which is `block_size` tokens, one block of every group, in their order. A group
 # gives a block back when no token to come sees any of its tokens; then `NO_BLOCK` stands there.

@@ -68,10 +68,7 @@ class UniProcExecutor:
         self.vocab_size = vocab_size
         self.max_model_len = worker.kv_cache_size.max_model_len  # what fits, for the engine's configuration
         self.pipeline_depth = worker.pipeline_depth  # what suits the device
-        self.kv_windows = worker.kv_windows
-        self.prompt_form_differs = worker.prompt_form_differs
-        self.compute_form = worker.compute_form
-        self.is_batch_invariant = worker.is_native
+        self.facts = worker.facts
         self.machine = f"{worker.computes}, {device_name(worker.device)}"  # what steps cost depends on it
         self.summary = f"{worker.computes}. {worker.kv_cache_size}"
         self.cpu_seconds = time.thread_time if worker.device == "cpu" else None
@@ -82,8 +79,8 @@ class UniProcExecutor:
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
         """Open the tier that the options ask for, if any."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
-            caches, num_groups = self._worker.kv_caches, len(self.kv_windows)
-            self.tier = open_tier(caches, num_groups, files, options, self.compute_form, digest)
+            caches, num_groups = self._worker.kv_caches, len(self.facts.kv_windows)
+            self.tier = open_tier(caches, num_groups, files, options, self.facts.compute_form, digest)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:

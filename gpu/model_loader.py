@@ -59,11 +59,6 @@ class ServedModel(LanguageModel, Protocol):
         ...
 
     @property
-    def prompt_form_differs(self) -> bool:
-        """True if a prompt's tokens are computed in another way than the same tokens generated."""
-        ...
-
-    @property
     def shards(self) -> Shards | None:
         """The sampling over ranks if this rank has the logits of some tokens; None if it has all."""
         ...

@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from engine.errors import ConfigError
+from engine.messages import ModelFacts
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
 from gpu.checkpoint.model_files import Progress, no_progress
@@ -60,13 +61,15 @@ class Worker:
         self._entered = threading.local()
         model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links
-        self.compute_form = f"{self.device.partition(':')[0]}, {model.forms}"
         self.computes = f"{self.device}, {model.forms}, {self._num_threads} threads"  # in words
         self._model: ServedModel | None = model
         self._native = model if isinstance(model, CPUCausalLM) else None
-        self.prompt_form_differs = model.prompt_form_differs
-
-        self.kv_windows = kv_layout(config).windows
+        self.facts = ModelFacts(
+            kv_windows=kv_layout(config).windows,
+            prompt_form_differs=self._native is not None and self._native.prompt_form_differs,
+            compute_form=f"{self.device.partition(':')[0]}, {model.forms}",
+            is_batch_invariant=self._native is not None,
+        )
         size = kv_cache_size(
             config,
             element_size=model.element_size,
@@ -83,11 +86,11 @@ class Worker:
         model.set_max_model_len(self.kv_cache_size.max_model_len)
         self.kv_caches: Sequence[Any] = ()
         self.runner = self._make_runner(model, options)
-        num_places = self.kv_cache_size.num_blocks // len(self.kv_windows)
+        num_places = self.kv_cache_size.num_blocks // len(self.facts.kv_windows)
         room = min(num_places * options.block_size, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
         self.perplexity: Perplexity | None = None
         if text and links == NO_LINKS:
-            self.perplexity = perplexity(model, text[:room], options.block_size, len(self.kv_windows))
+            self.perplexity = perplexity(model, text[:room], options.block_size, len(self.facts.kv_windows))
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
 
@@ -100,11 +103,6 @@ class Worker:
             use_device(self.device)
             use_threads(self._num_threads)
             self._entered.num_threads = self._num_threads
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the library of the CPU path computes."""
-        return self._native is not None
 
     def start_profile(self) -> WorkerProfile:
         """Record what it does."""
@@ -134,7 +132,7 @@ class Worker:
             release()
 
     def _make_runner(self, model: ServedModel, options: WorkerOptions) -> Runner:
-        size, num_groups = self.kv_cache_size, len(self.kv_windows)
+        size, num_groups = self.kv_cache_size, len(self.facts.kv_windows)
         sizes = BatchSizes(options.max_num_seqs, size.max_model_len, options.block_size, num_groups)
         if options.runner == "host" or (options.runner == "auto" and (not self._on_cuda or self._links != NO_LINKS)):
             model.allocate_kv_cache(size.num_blocks)

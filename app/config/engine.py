@@ -9,6 +9,7 @@ from typing import Any
 
 from app.config.settings import Settings
 from engine.config import EngineConfig
+from engine.messages import FACTS_OF_PLANS
 
 # What a server may say of its settings: no secrets, no paths, no addresses.
 SHOWN_SETTINGS = (
@@ -29,8 +30,7 @@ def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         target_inter_token_latency=settings.target_inter_token_latency,
         enable_prefix_caching=settings.enable_prefix_caching,
-        kv_windows=engine.kv_windows,
-        prompt_form_differs=engine.prompt_form_differs,
+        facts=engine.facts,
         pipeline_depth=max(settings.pipeline_depth or engine.pipeline_depth, settings.pipeline_parallel_size),
         num_stages=settings.pipeline_parallel_size,
         **more,
@@ -43,7 +43,9 @@ def describe(engine: Any, settings: Settings) -> dict[str, Any]:
         "models": list(settings.model_names),
         "max_model_len": engine.max_model_len,
         "kv_cache": {
-            name: getattr(engine, name) for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
+            "num_blocks": engine.num_blocks,
+            "block_size": engine.block_size,
+            **{name: getattr(engine.facts, name) for name in FACTS_OF_PLANS},
         },
         "pipeline_depth": engine.pipeline_depth,
         "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS}

@@ -39,7 +39,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
         "version": VERSION,
         **describe(model.engine_info, server.settings),
         "vocab_size": model.engine_info.vocab_size,
-        "is_batch_invariant": model.engine_info.is_batch_invariant,
+        "is_batch_invariant": model.engine_info.facts.is_batch_invariant,
         "embedding_size": model.embedding_size,
         "default_sampling_params": model.default_sampling,
         "requests_in_flight": server.num_open_requests,

@@ -245,13 +245,7 @@ def core_factory(
     def make_core() -> EngineCore:
         executor = make_executor(settings, files, kv_cache_share)
         logger.info("%s", executor.summary)
-        config = engine_config(
-            settings,
-            executor,
-            eos_token_ids=end_token_ids(files),
-            compute_form=executor.compute_form,
-            is_batch_invariant=executor.is_batch_invariant,
-        )
+        config = engine_config(settings, executor, eos_token_ids=end_token_ids(files))
         description = describe(executor, settings)
         description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all have as many
         file = StepCostFile.of(settings, files, executor.machine, description)

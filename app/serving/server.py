@@ -368,7 +368,7 @@ class Server:
                     default_sampling=default_sampling(self.settings, files),
                     chat_parameters=chat_parameters(self.settings),
                     tokenizer_info=tokenizer_info(files),
-                    fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
+                    fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.facts.compute_form),
                 )
                 collect_seldom()
                 self.phase = Phase.READY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from app.config.settings import Settings, SettingsError
 from app.config.sources import load_settings
 from engine.config import EngineConfig
 from engine.costs.table import StepCostTable
+from engine.messages import FACTS_OF_PLANS, ModelFacts
 from engine.simulation.counting import CountingExecutor, VirtualClock
 
 # Settings that a table of step costs and its KV cache were measured with. A simulation cannot change their values.
@@ -37,8 +38,7 @@ class Machine:
     block_size: int = 16
     max_model_len: int = 2**15
     pipeline_depth: int = 1
-    prompt_form_differs: bool = False
-    kv_windows: tuple[int | None, ...] = (None,)
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def inbound(self, num_tokens: int) -> float:
         """Seconds from a client's sending of a prompt to its arrival at the engine."""
@@ -87,8 +87,9 @@ class Machine:
             given["num_blocks"] = max(1, given["num_blocks"] // size)
         return cls(
             table=table,
-            prompt_form_differs=bool(kv_cache.get("prompt_form_differs")),
-            kv_windows=tuple(windows),
+            facts=ModelFacts(
+                **{name: kv_cache[name] for name in FACTS_OF_PLANS if name in kv_cache} | {"kv_windows": tuple(windows)}
+            ),
             **{name: value for name, value in given.items() if value is not None},
         )
 

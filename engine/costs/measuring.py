@@ -66,7 +66,7 @@ class Calibration:
         self._lost = 0.0  # seconds of steps that are repeated
         self._again: Counter[Shape] = Counter()
         self._clock = clock
-        self._num_groups = len(config.kv_windows)
+        self._num_groups = len(config.facts.kv_windows)
         self._length = min(LONG, config.max_model_len - 1)
         self._samples: dict[Shape, list[float]] = {}
         self._took: dict[Shape, float] = {}  # the least of SETTLED samples, by shape

@@ -25,8 +25,8 @@ from typing import Any
 
 from engine.commands import PublishKVEvents, ResetPrefixCache
 from engine.kv_events import KVEvents, PrefixHashes, chunk_size, in_windows
-from engine.messages import EngineCoreOutputs
-from engine.plan import NO_BLOCK, KVWindows, most_blocks, owned
+from engine.messages import EngineCoreOutputs, ModelFacts
+from engine.plan import NO_BLOCK, most_blocks, owned
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.request import Request
 from engine.scheduler.tiers import Tiers
@@ -44,13 +44,13 @@ class KVCacheManager:
         block_size: int,
         *,
         max_step_tokens: int,
-        windows: KVWindows = (None,),
+        facts: ModelFacts = ModelFacts(),  # noqa: B008 - frozen
         enable_prefix_caching: bool = True,
-        prompt_form_differs: bool = False,
         key: bytes | None = None,
     ) -> None:
         """Make the pool. Hashes are keyed with `key`; without one, with a secret of this process."""
         self.block_size = block_size
+        windows = facts.kv_windows
         self.num_groups = len(windows)
         self._windows = windows
         self.max_step_tokens = max_step_tokens
@@ -63,7 +63,7 @@ class KVCacheManager:
         self.marks_by_kind = list(kinds.items())  # marks of groups without a window, and of groups with one
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
-        self.prompt_form_differs = prompt_form_differs
+        self.facts = facts
         self.events: KVEventLog | None = None  # None unless a router has asked for events
         self.handles: dict[type, Callable[[Any], None]] = {
             PublishKVEvents: lambda command: self.publish_events(command.key),
@@ -205,7 +205,7 @@ class KVCacheManager:
         evicted first, or they would displace blocks that other requests need. Not if a tier is to store them before.
         """
         end = len(request.block_ids)  # the end of the blocks that other requests may need
-        if self.tiers is None or self.prompt_form_differs:
+        if self.tiers is None or self.facts.prompt_form_differs:
             end = request.num_prompt_tokens // self.block_size * self.num_groups
         for group, window in enumerate(self._windows):
             if window is not None:
@@ -269,7 +269,7 @@ class KVCacheManager:
             tokens = array("I", request.token_ids[start : start + self.block_size])
             parent = hashes[-1] if hashes else self._root(request)
             content = parent + tokens.tobytes()
-            if self.prompt_form_differs and start + self.block_size > request.num_prompt_tokens:
+            if self.facts.prompt_form_differs and start + self.block_size > request.num_prompt_tokens:
                 content += max(request.num_prompt_tokens - start, 0).to_bytes(4, "big")
             hashes.append(blake2b(content, key=self._key, digest_size=_DIGEST_SIZE).digest())
         return hashes[index]
@@ -322,7 +322,7 @@ class KVEventLog:
         if known is None or known.key != self.key:
             known = request.prefix_hashes = PrefixHashes(self.key, size, request.tenant, request.cache_salt)
         end = request.num_computed_tokens
-        if kv.prompt_form_differs:  # then no other prompt matches generated tokens
+        if kv.facts.prompt_form_differs:  # then no other prompt matches generated tokens
             end = min(end, request.num_prompt_tokens)
         # Blocks are published again after a preemption.
         start = min(len(known.hashes), request.num_committed_blocks * kv.block_size // size)

@@ -68,14 +68,13 @@ class Scheduler:
         self.kv = KVCacheManager(
             num_blocks,
             block_size,
-            windows=config.kv_windows,
+            facts=config.facts,
             max_step_tokens=config.max_num_batched_tokens * min(config.pipeline_depth, 2),
             enable_prefix_caching=config.enable_prefix_caching,
-            prompt_form_differs=config.prompt_form_differs,
             key=None if tier is None else tier.key,
         )
         if tier is not None:
-            self.kv.tiers = Tiers(self.kv, tier, pacing, only_prompts=config.prompt_form_differs)
+            self.kv.tiers = Tiers(self.kv, tier, pacing, only_prompts=config.facts.prompt_form_differs)
         if self.kv.most_blocks(config.max_model_len) > num_blocks:
             raise ValueError(
                 f"one request of max_model_len {config.max_model_len} tokens does not fit into "

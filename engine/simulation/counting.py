@@ -8,7 +8,7 @@ from collections.abc import Callable
 from engine.config import Clock
 from engine.costs.table import StepLoad, chunk_keys
 from engine.executor import StepHandle
-from engine.plan import KVWindows, ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 
 StepCost = Callable[[StepLoad], float]
 """Seconds of a step: `StepCostTable.cost`."""
@@ -52,8 +52,6 @@ class CountingExecutor:
         self.vocab_size = VOCAB_SIZE
         self.cost = cost
         self.pipeline_depth = 1
-        self.prompt_form_differs = False
-        self.kv_windows: KVWindows = (None,)
         self.busy_seconds = 0.0  # of all steps
         self.row_seconds = 0.0  # the same, each step once for each request in it
         self._clock = clock

@@ -85,7 +85,7 @@ class Engines:
         self._router = Router(size, core.config.max_num_seqs, route=route, key=b"simulated") if size > 1 else None
         self._imbalances: list[float] = []  # the most by the mean uncached tokens, whenever a request came
         if self._router is not None:
-            self._router.describe(core.executor.block_size, core.config.kv_windows)
+            self._router.describe(core.executor.block_size, core.config.facts.kv_windows)
             for replica in self.replicas:
                 self._router.set_costs(replica.index, replica.core.costs)
                 replica.core.carry_out(PublishKVEvents(self._router.key))

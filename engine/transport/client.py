@@ -192,11 +192,8 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
                     num_blocks=core.executor.num_blocks,
                     block_size=core.executor.block_size,
                     max_model_len=core.config.max_model_len,
-                    compute_form=core.config.compute_form,
-                    is_batch_invariant=core.config.is_batch_invariant,
+                    facts=core.config.facts,
                     step_costs=core.costs.to_json() if core.costs.is_known else b"",
-                    prompt_form_differs=core.config.prompt_form_differs,
-                    kv_windows=core.config.kv_windows,
                     pipeline_depth=core.config.pipeline_depth,
                 )
             )

@@ -267,7 +267,7 @@ class DataParallelClient:
             return [self._merged(event.outputs, event.stats, event.timestamp)]
         if isinstance(event, EngineReady):
             replica.engine_info = event
-            self._router.describe(event.block_size, event.kv_windows)
+            self._router.describe(event.block_size, event.facts.kv_windows)
             self._take_costs(replica, event.step_costs)
             if len(self.replicas) > 1:
                 self._ask(replica)

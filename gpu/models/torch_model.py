@@ -40,7 +40,6 @@ class TorchModel:
         self.device = device
         self.element_size = dtype.itemsize
         self.tokens_held = block_size
-        self.prompt_form_differs = False
         self.shards = None if model.communicator is None else self._shards(model.communicator)
         self.forms = f"{str(dtype).removeprefix('torch.')} weights (torch)"
         library = load_library()

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import ErrorInWords
+from engine.messages import ModelFacts
 from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput, TokenMasks
 from gpu.sharding import Layout
 
@@ -122,10 +123,7 @@ class Loaded(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     pipeline_depth: int
-    kv_windows: tuple[int | None, ...]
-    prompt_form_differs: bool
-    compute_form: str
-    is_batch_invariant: bool
+    facts: ModelFacts
     computes: str  # device, forms and threads, in words
     device_name: str
     kv_cache: str  # in words

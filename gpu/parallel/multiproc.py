@@ -150,10 +150,7 @@ class MultiprocExecutor:
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
         self.pipeline_depth = max(loaded.pipeline_depth, layout.pipeline_parallel_size)
-        self.kv_windows = loaded.kv_windows
-        self.prompt_form_differs = loaded.prompt_form_differs
-        self.compute_form = loaded.compute_form
-        self.is_batch_invariant = loaded.is_batch_invariant
+        self.facts = loaded.facts
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''} (tensor parallel {layout.tensor_parallel_size}, "
         ranks += f"pipeline parallel {layout.pipeline_parallel_size})"
         self.machine = f"{ranks}: {loaded.computes}, {loaded.device_name}"

@@ -132,9 +132,9 @@ def _abandoned(layout: Layout, reader: RingReader, worker: Worker) -> Abandoned:
     all have to stop at the same one: so they wait for its answer. The library sees to that by itself. Later stages hear
     of it from the one before."""
     is_first = layout.tp_rank == 0
-    if not layout.is_first_stage or (worker.is_native and not is_first):
+    if not layout.is_first_stage or (worker.facts.is_batch_invariant and not is_first):
         return lambda step: None
-    if worker.is_native or layout.tensor_parallel_size == 1:
+    if worker.facts.is_batch_invariant or layout.tensor_parallel_size == 1:
         return lambda step: lambda: reader.abandoned >= step
     own = 0
 

@@ -36,7 +36,6 @@ class CheckedExecutor(SimulatedExecutor):
     repetitions.
     """
 
-    prompt_form_differs = False
     tier: BlockTier | None = None  # tests set one
 
     def __init__(

@@ -18,7 +18,7 @@ from engine.core.core import EngineCore
 from engine.costs.table import StepBudget, StepCostTable
 from engine.fairness import threadsafe_call_soon
 from engine.frontend.request_stream import FinishedRequest
-from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams, SchedulerStats
+from engine.messages import EngineCoreOutput, EngineCoreRequest, ModelFacts, SamplingParams, SchedulerStats
 from engine.plan import SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
 from tests.engine.checked_executor import CheckedExecutor
@@ -85,8 +85,7 @@ def make_core(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
-        prompt_form_differs=prompt_form_differs,
-        kv_windows=windows,
+        facts=ModelFacts(prompt_form_differs=prompt_form_differs, kv_windows=windows),
         eos_token_ids=eos_token_ids,
         pipeline_depth=pipeline_depth,
         max_sampled_tokens=max_sampled_tokens,

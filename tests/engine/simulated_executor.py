@@ -69,7 +69,6 @@ class SimulatedExecutor:
         self.cost = cost
         self.how_many = how_many
         self.pipeline_depth = 1
-        self.prompt_form_differs = False
         self.kv_windows: KVWindows = (None,)
         self._clock = clock
         self._sleep = sleep

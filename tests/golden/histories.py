@@ -71,7 +71,7 @@ def load(config: ModelConfig, **options: Any) -> EngineCore:
     options = {"block_size": 4, "num_threads": 1, "kv_cache_memory": 2**20, "device": "cpu", **limits, **options}
     worker = Worker(config, weights_of(config), WorkerOptions(**options))
     executor = UniProcExecutor(worker, config.vocab_size)
-    settled: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "kv_windows": executor.kv_windows, **limits}
+    settled: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "facts": executor.facts, **limits}
     return EngineCore(EngineConfig(target_inter_token_latency=60.0, **settled), executor)
 
 
@@ -112,7 +112,7 @@ class Law:
         assert self.core.executor._worker is not None
         caches = self.core.executor._worker.kv_caches
         memory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
-        num_bytes = PLACES * len(self.core.config.kv_windows) * memory.block_bytes
+        num_bytes = PLACES * len(self.core.config.facts.kv_windows) * memory.block_bytes
         signer = Signer(b"k" * 32, b"n" * 16, num_bytes)
         stores: list[BlockStore] = [DiskStore(self.folder, signer, NUM_CHUNKS * signer.chunk_bytes)]
         if isinstance(memory, TorchMemory):  # as beside a card
@@ -180,7 +180,7 @@ class History:
         known = self.law.core
         step = config["max_num_batched_tokens"] * config["pipeline_depth"]
         block_size = known.executor.block_size
-        longest = most_blocks(known.config.kv_windows, block_size, known.config.max_model_len, step)
+        longest = most_blocks(known.config.facts.kv_windows, block_size, known.config.max_model_len, step)
         return self.law.engine(min(int(num_blocks * longest), known.executor.num_blocks), self.tier, **config)
 
     def tell(self, num_events: int = 12) -> None:

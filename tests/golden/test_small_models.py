@@ -148,7 +148,7 @@ def test_a_request_on_blocks_that_others_computed(pair: Pair):
 @pytest.mark.parametrize("pair", WITHOUT_WINDOWS, indirect=True, scope="module")  # with them these two would fit
 def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair
-    assert core.config.kv_windows == (None,)
+    assert core.config.facts.kv_windows == (None,)
     # 24 blocks hold 96 tokens; the two want 58 each in the end.
     core = fresh_core(core, num_blocks=24, enable_prefix_caching=enable_prefix_caching)
     stays, goes = ask("stays", prompt(8, 30), 28), ask("goes", prompt(9, 34), 24)
@@ -166,7 +166,7 @@ def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_cachi
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_requests_that_outgrow_together_what_holds_one(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair
-    num_blocks = most_blocks(core.config.kv_windows, BLOCK_SIZE, MAX_MODEL_LEN, 8)
+    num_blocks = most_blocks(core.config.facts.kv_windows, BLOCK_SIZE, MAX_MODEL_LEN, 8)
     options = {"max_num_batched_tokens": 8, "enable_prefix_caching": enable_prefix_caching}
     core = fresh_core(core, num_blocks=num_blocks, **options)
     requests = [ask(f"request {number}", prompt(20 + number, 5), 35) for number in range(5)]
@@ -177,7 +177,7 @@ def test_requests_that_outgrow_together_what_holds_one(pair: Pair, enable_prefix
 
 def test_everything_at_once(pair: Pair):
     oracle, core = pair
-    windows = core.config.kv_windows
+    windows = core.config.facts.kv_windows
     core = fresh_core(core, num_blocks=40 * len(windows), max_num_batched_tokens=20)
     system = prompt(10, 16)
     requests = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.messages import ModelFacts
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import Request
 from gpu.checkpoint import ModelConfig
@@ -37,7 +38,13 @@ def test_groups_are_as_large_as_the_kind_with_the_fewest_layers():
 
 def fitting(windows: tuple[int | None, ...], num_blocks: int, num_tokens: int) -> int:
     """How many requests have come to their last token when the blocks are gone."""
-    kv = KVCacheManager(num_blocks, BLOCK_SIZE, windows=windows, max_step_tokens=CHUNK, enable_prefix_caching=False)
+    kv = KVCacheManager(
+        num_blocks,
+        BLOCK_SIZE,
+        facts=ModelFacts(kv_windows=windows),
+        max_step_tokens=CHUNK,
+        enable_prefix_caching=False,
+    )
     for number in range(num_blocks):
         message = make_request([number] * (num_tokens - 1))
         request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=num_tokens)

@@ -17,7 +17,7 @@ from app.simulate.loads import WorkloadLoad
 from app.simulate.machine import Machine
 from app.workload.datasets import Piece, WorkloadRequest, read_trace
 from engine.core.core import EngineCore
-from engine.messages import EngineCoreRequest, EventKind
+from engine.messages import EngineCoreRequest, EventKind, ModelFacts
 from tests.app.simulate.helpers import TABLE, Instant, asked, constant, simulated
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.simulated_executor import SimulatedExecutor
@@ -177,7 +177,10 @@ def test_a_conversation_finds_all_that_was_said_unless_answers_are_computed_othe
     machine = Machine(table=TABLE)
     cached = [record.num_cached_tokens for record in simulated(talk, machine).records]
     assert cached == [0, 159 // 16 * 16, 269 // 16 * 16]
-    cached = [r.num_cached_tokens for r in simulated(talk, replace(machine, prompt_form_differs=True)).records]
+    cached = [
+        r.num_cached_tokens
+        for r in simulated(talk, replace(machine, facts=ModelFacts(prompt_form_differs=True))).records
+    ]
     assert cached == [0, 100 // 16 * 16, 210 // 16 * 16]
 
 

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.errors import StepAbandoned
 from engine.frontend.input_processor import InputProcessor
-from engine.messages import EngineCoreRequest, FinishReason
+from engine.messages import EngineCoreRequest, FinishReason, ModelFacts
 from engine.plan import SchedulerOutput, most_blocks, most_in_window, owned
 from engine.scheduler.request import RequestStatus
 from tests.engine.checked_executor import CheckedExecutor, PlanViolation
@@ -94,7 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_sampled_tokens=max_sampled_tokens,
             enable_prefix_caching=enable_prefix_caching,
             eos_token_ids=EOS,
-            kv_windows=windows,
+            facts=ModelFacts(kv_windows=windows),
             pipeline_depth=depth,
             num_stages=num_stages,
         )

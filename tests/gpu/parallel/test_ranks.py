@@ -81,7 +81,7 @@ CASES.append((MODELS["llama"], replace(OPTIONS, runner="device")))
 
 def say(executor: RankExecutor, num_tokens: int = 8) -> Any:
     """Greedy and drawn tokens, with filters, penalties and log-probabilities, in a batch."""
-    groups = len(executor.worker.kv_windows)
+    groups = len(executor.worker.facts.kv_windows)
     requests = [
         new_request(
             request.request_id,

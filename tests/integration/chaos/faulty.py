@@ -27,6 +27,7 @@ from app import main
 from app.config.settings import Settings
 from engine.costs.measuring import MADE_UP
 from engine.executor import Executor
+from engine.messages import ModelFacts
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import ModelFiles
 from tests.engine.checked_executor import CheckedExecutor
@@ -110,8 +111,8 @@ class FaultyExecutor:
 
     def __init__(self, inner: Any, path: Path, *, max_model_len: int, summary: str) -> None:
         self.max_model_len = max_model_len
-        self.summary = self.compute_form = self.machine = summary
-        self.is_batch_invariant = False
+        self.summary = self.machine = summary
+        self.facts = ModelFacts(compute_form=summary)
         self._inner = inner
         self._path = path
         self._struck: Counter[int] = Counter()

@@ -28,7 +28,7 @@ def write(num_ranks: int, num_plans: int, gap: float) -> None:
     readers, results = [], []
     for index in range(num_ranks):
         result, theirs = os.pipe()
-        memory, waker = ring.descriptors(index)
+        memory, waker = ring.memory, ring.wakers[index]
         arguments = [__spec__.name, "--read", *map(str, (memory, waker, index, num_ranks, num_plans, theirs))]
         readers.append(subprocess.Popen([sys.executable, "-m", *arguments], pass_fds=(memory, waker, theirs)))
         os.close(theirs)

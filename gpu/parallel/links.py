@@ -1,13 +1,13 @@
 """Rings in shared memory, and links between pipeline stages.
 
-    one word      bytes written so far, in all                          the writer's
-    a page each   bytes read, steps done, last words                    a reader's
-    the ring      frames: length, checksum, whether more follows; bytes
+    first page        bytes written so far, in all; flags               of the writer
+    a page each       bytes read, steps done, reason of the end         of a reader
+    the ring          frames: length, checksum, whether more follows; bytes
 
-The memory is a memfd that the readers inherit, so nothing is left of it when all have ended. A reader spins for a
-moment and then sleeps on an eventfd of its own. Nothing here depends on the order in which a processor lets others see
-what it writes: a frame's checksum is of its bytes and its place, so one that is not all there yet is not taken for one
-that is.
+1. The memory is a memfd that the readers inherit: the kernel frees it when all processes have ended.
+2. A reader spins for a moment, then sleeps on an eventfd of its own.
+3. Nothing depends on the order in which processors see each other's writes: a frame's checksum covers its bytes and its
+   position, so an incomplete frame is never taken for a complete one.
 """
 
 from __future__ import annotations
@@ -28,23 +28,39 @@ from gpu.host import allocate
 from gpu.runner.runner import StageLinks
 
 CAPACITY = 4 * 2**20  # bytes
-SPIN_SECONDS = 250e-6  # about what an engine does between two steps; waking up takes 50 to 100 µs
-ROOM_SECONDS = 100e-6  # between two looks at whether the slowest reader has made room
-LONGEST_MESSAGE = 2**30  # bytes: what is longer is a mistake
-TORN_SECONDS = 10.0  # after which a frame that is still not whole never will be
+SPIN_SECONDS = 250e-6  # about the time of an engine between two steps; waking up takes 50 to 100 µs
+ROOM_SECONDS = 100e-6  # between two checks whether the slowest reader has made room
+LONGEST_MESSAGE = 2**30  # bytes
+TORN_SECONDS = 10.0  # after which an incomplete frame counts as damaged
 
 _PAGE = 4096
-_HEAD = 0  # words of the first page
-_ABANDONED, _STOPPED, _CHECKED = 8, 16, 24  # each on a cache line of its own
+_HEAD = 0  # a word of the first page
 _TAIL, _STEPS = 0, 8  # words of a reader's page
 _WORDS_OF_A_PAGE = _PAGE // 8
-_LAST_WORDS, _MOST_LAST_WORDS = 1024, 2048  # bytes of a reader's page
+_END_REASON, _MAX_END_REASON = 1024, 2048  # offset and size in a reader's page, bytes
 _FRAME = struct.Struct("<IIB")
-FRAME_BYTES = _FRAME.size  # of a message that is at most half as long as the ring
+
+
+class _Word:
+    """An attribute of a ring: a word of the first page, on a cache line of its own."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, ring: _Shared, owner: object = None) -> int:
+        return ring._words[self._index]
+
+    def __set__(self, ring: _Shared, value: int) -> None:
+        ring._words[self._index] = value
 
 
 class _Shared:
-    """The memory, as both sides see it."""
+    """The memory of a ring, as the writer and the readers see it."""
+
+    # The driver writes the first of these words, the first rank the others.
+    abandoned = _Word(8)  # the latest step that was aborted
+    stopped = _Word(16)  # the number of the check at which the first rank last stopped a step; other ranks do so at it
+    checked = _Word(24)  # the number of checks by the first rank whether a step was aborted
 
     def __init__(self, memory: int, num_readers: int) -> None:
         self._map = mmap.mmap(memory, 0)
@@ -54,44 +70,14 @@ class _Shared:
         self._ring = self._bytes[start:]
 
     def _spans(self, position: int, length: int) -> tuple[slice, slice]:
-        """Where so many bytes from a position on lie: up to the end, and from the beginning."""
+        """Return the two slices of the ring, before and after its end, that hold `length` bytes from a position on."""
         start = position % len(self._ring)
         end = min(start + length, len(self._ring))
         return slice(start, end), slice(0, length - (end - start))
 
-    # Whether a step is still wanted. The driver writes the first, the first rank the others.
-
-    @property
-    def abandoned(self) -> int:
-        """The latest step that nobody wants any more."""
-        return self._words[_ABANDONED]
-
-    @abandoned.setter
-    def abandoned(self, step: int) -> None:
-        self._words[_ABANDONED] = step
-
-    @property
-    def stopped(self) -> int:
-        """The latest of these checks at which the first rank broke a step off: the others of its stage do so at theirs
-        of the same number."""
-        return self._words[_STOPPED]
-
-    @stopped.setter
-    def stopped(self, number: int) -> None:
-        self._words[_STOPPED] = number
-
-    @property
-    def checked(self) -> int:
-        """How many times the first rank has checked whether a step is still wanted."""
-        return self._words[_CHECKED]
-
-    @checked.setter
-    def checked(self, number: int) -> None:
-        self._words[_CHECKED] = number
-
 
 class RingWriter(_Shared):
-    """The one that writes. Not thread-safe. `descriptors` are for each reader's process to inherit."""
+    """The writer's side. Not thread-safe. Each reader's process inherits `memory` and its own of the `wakers`."""
 
     def __init__(self, num_readers: int, capacity: int = CAPACITY) -> None:
         memory = os.memfd_create("headrace-ring")
@@ -100,30 +86,19 @@ class RingWriter(_Shared):
 
     @classmethod
     def inherited(cls, memory: int, wakers: list[int]) -> Self:
-        """One that another process has made, and to which it does not write."""
+        """Return a writer of a ring that another process made and does not write to."""
         writer = cls.__new__(cls)
         writer._adopt(memory, wakers)
         return writer
 
     def _adopt(self, memory: int, wakers: list[int]) -> None:
         super().__init__(memory, len(wakers))
-        self._memory, self._wakers = memory, wakers
+        self.memory, self.wakers = memory, wakers
         self._head = 0
 
-    @property
-    def all_descriptors(self) -> tuple[int, list[int]]:
-        """For a process that is to write in place of this one."""
-        return self._memory, self._wakers
-
-    def descriptors(self, reader: int) -> tuple[int, int]:
-        """The memory's and the reader's waker's."""
-        return self._memory, self._wakers[reader]
-
     def write(self, message: bytes | memoryview, check: Callable[[], None] = lambda: None) -> None:
-        """Give a message, of any length, to all readers.
-
-        Waits while there is no room; `check`, asked meanwhile, may raise when a reader has gone.
-        """
+        """Write a message of any length for all readers. While there is no room it waits and calls `check`, which may
+        raise if a reader has ended."""
         rest = memoryview(message)
         longest = len(self._ring) // 2 - _FRAME.size
         while True:
@@ -135,27 +110,27 @@ class RingWriter(_Shared):
             self._put(_FRAME.pack(len(piece), checksum, bool(rest)))
             self._put(piece)
             self._words[_HEAD] = self._head
-            for waker in self._wakers:
+            for waker in self.wakers:
                 os.eventfd_write(waker, 1)
             if not rest:
                 return
 
     def steps(self, reader: int) -> int:
-        """How many steps it has counted."""
+        """Return the number of steps that a reader has counted."""
         return self._words[_WORDS_OF_A_PAGE * (1 + reader) + _STEPS]
 
-    def last_words(self, reader: int) -> str:
-        """What it has left behind; to be asked when it has ended."""
-        start = _PAGE * (1 + reader) + _LAST_WORDS
-        return bytes(self._bytes[start : start + _MOST_LAST_WORDS]).rstrip(b"\0").decode("utf-8", "replace")
+    def end_reason(self, reader: int) -> str:
+        """Return the reason that a reader's process left before it ended; empty if it left none."""
+        start = _PAGE * (1 + reader) + _END_REASON
+        return bytes(self._bytes[start : start + _MAX_END_REASON]).rstrip(b"\0").decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Let go of the descriptors; the memory is gone when all have."""
-        for descriptor in (self._memory, *self._wakers):
+        """Close the descriptors; the kernel frees the memory when all processes have."""
+        for descriptor in (self.memory, *self.wakers):
             os.close(descriptor)
 
     def _room(self) -> int:
-        readers = range(1, len(self._wakers) + 1)
+        readers = range(1, len(self.wakers) + 1)
         slowest = min(self._words[_WORDS_OF_A_PAGE * reader + _TAIL] for reader in readers)
         return len(self._ring) - (self._head - slowest)
 
@@ -167,7 +142,7 @@ class RingWriter(_Shared):
 
 
 class RingReader(_Shared):
-    """One that reads all that was written since the ring was made. Not thread-safe."""
+    """A reader of all messages since the ring was made. Not thread-safe."""
 
     def __init__(self, memory: int, waker: int, reader: int, num_readers: int) -> None:
         super().__init__(memory, num_readers)
@@ -178,11 +153,11 @@ class RingReader(_Shared):
 
     @property
     def has_message(self) -> bool:
-        """Whether `read` would find one, or the beginning of one."""
+        """True if a message, or the beginning of one, is there."""
         return self._words[_HEAD] > self._tail
 
     def read(self) -> bytes:
-        """The next message. Waits for it as long as it takes; who has to end meanwhile is told so on another way."""
+        """Return the next message. Waits without a limit: another thread ends the process if its driver ends."""
         message = bytearray()
         while True:
             self._wait()
@@ -194,20 +169,20 @@ class RingReader(_Shared):
                 raise ValueError(f"a message of more than {LONGEST_MESSAGE} bytes")
 
     def count_step(self) -> None:
-        """Tell that one more step is over."""
+        """Count a finished step, for `RingWriter.steps`."""
         self._words[self._page + _STEPS] += 1
 
-    def leave_words(self, text: str) -> None:
-        """Tell what this process ends of."""
-        data = text.encode("utf-8", "replace")[:_MOST_LAST_WORDS]
-        start = 8 * self._page + _LAST_WORDS
+    def leave_end_reason(self, text: str) -> None:
+        """Leave the reason why this process ends, for `RingWriter.end_reason`."""
+        data = text.encode("utf-8", "replace")[:_MAX_END_REASON]
+        start = 8 * self._page + _END_REASON
         self._bytes[start : start + len(data)] = data
 
     def _wait(self) -> None:
         until = time.monotonic() + SPIN_SECONDS
         while self._words[_HEAD] <= self._tail:
             if time.monotonic() < until:
-                os.sched_yield()  # who writes may be waiting for this very core
+                os.sched_yield()  # the writer may be waiting for this core
             else:
                 os.eventfd_read(self._waker)
 
@@ -232,15 +207,12 @@ class RingReader(_Shared):
 
 
 # ----------------------------------------------------------------------------------------------------------- stage link
-# Activations, from the ranks of a stage to those of the next: through a ring, as plans have one, or sockets.
+# Activations, from the ranks of a stage to those of the next, through a ring or sockets.
 #
-# The first tensor rank of a stage writes, all of the next read: each rank of a stage has the whole residual stream.
-# There is one message for every step that runs, also for one that came to nothing, so that no stage waits for what
-# never comes.
-#
-# And none waits for room: a link has as much as all steps in flight need. So a rank waits only for what others make of
-# messages that all of them can read to their end, or for the rest of a message, and then it makes room on the driver's
-# ring. A rank that waited for the stage behind it would keep a long message from that one, and both for ever.
+# 1. The first tensor rank of a stage writes, all of the next stage read: each has the whole residual stream.
+# 2. Every step that runs sends one message, even if it failed, so that no stage waits for a message that never comes.
+# 3. No rank waits for room: a link has room for all steps in flight. If a rank waited for the next stage, it would not
+#    read the rest of a long message on the driver's ring, which the next stage needs too, and both would wait for ever.
 
 
 _STAGE_LINK_HEAD = struct.Struct("<qB")
@@ -248,27 +220,28 @@ _STATES, _FAILED, _STAGE_LINK_ABANDONED = range(3)
 
 
 def link_bytes(num_steps: int, num_tokens: int, hidden_size: int) -> int:
-    """How long a link is for so many steps in flight, two at least, of so many tokens each."""
-    return num_steps * (FRAME_BYTES + _STAGE_LINK_HEAD.size + num_tokens * hidden_size * np.dtype(np.float32).itemsize)
+    """Return the size of a link for this many steps in flight, at least two, of `num_tokens` tokens each."""
+    return num_steps * (_FRAME.size + _STAGE_LINK_HEAD.size + num_tokens * hidden_size * np.dtype(np.float32).itemsize)
 
 
 class Reader(Protocol):
-    """The end of a rank that reads: a `RingReader`, where the stages are of one machine."""
+    """The reading end of a link: a `RingReader` if the stages are on one machine."""
 
     def read(self) -> bytes: ...
 
 
 class Writer(Protocol):
-    """The end of the rank that writes: a `RingWriter`. `check` is asked where there is no room."""
+    """The writing end of a link: a `RingWriter` if the stages are on one machine. It calls `check` if there is no
+    room."""
 
     def write(self, message: bytes, check: Callable[[], None]) -> None: ...
 
 
 class StageLink:
-    """The two ends that a rank has. Not thread-safe."""
+    """The links of a rank to the stages before and after its own. Not thread-safe."""
 
     def __init__(self, before: Reader | None, after: Writer | None, *, is_last: bool) -> None:
-        """`before` is None on the first stage, `after` where another rank writes for this stage, or none does."""
+        """`before` is None on the first stage. `after` is None on the last one, and if another rank writes."""
         self._before = before
         self._after = after
         self._number = 0
@@ -276,11 +249,11 @@ class StageLink:
         self.links = StageLinks(receive=None if before is None else self._receive, send=None if is_last else self._send)
 
     def begin(self, number: int) -> None:
-        """Another step."""
+        """Begin the step of this number."""
         self._number, self._has_sent, self._has_received = number, False, self._before is None
 
     def fail(self, error: Exception) -> None:
-        """The step has come to nothing here."""
+        """Send the failure to the next stage, after reading the message of the stage before."""
         if not self._has_received:
             self._read()
         if not self._has_sent:
@@ -297,7 +270,7 @@ class StageLink:
     def _receive(self, num_tokens: int) -> NDArray[np.float32]:
         kind, message = self._read()
         if kind == _STAGE_LINK_ABANDONED:
-            raise StepAbandoned("the first stage has found that nobody wants this step")
+            raise StepAbandoned("the first stage has aborted this step")
         if kind == _FAILED:
             raise RuntimeError("the stage before this one has failed")
         return np.frombuffer(message, np.float32, offset=_STAGE_LINK_HEAD.size).reshape(num_tokens, -1)

@@ -1,7 +1,7 @@
-"""What a driver tells its ranks, all of them the same, and what each rank tells it: msgpack, never pickled.
+"""The messages between a driver and its ranks, in msgpack, never pickled. All ranks get the same ones.
 
-While it loads, a rank says how far it is, then how large a KV cache it could have; the driver answers with the smallest
-of all. Then it says what it has become, and from there on carries out what it is told, in order.
+A loading rank sends its progress, then the largest KV cache that it could have; the driver answers with the smallest of
+all. The rank sends `Loaded`, and from then on executes the driver's messages in order.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gpu.sharding import Layout
 
 
 class Group(msgspec.Struct, array_like=True):
-    """The descriptors of a ring: its memory's, and its readers' wakers."""
+    """The descriptors of a ring: its memory, and the eventfds that wake its readers."""
 
     memory: int
     wakers: list[int]
 
 
 class RankSetup(msgspec.Struct, kw_only=True):
-    """What a rank of this machine is told at its start, on the connection that it inherits."""
+    """The first message to a rank of this machine, on the connection that it inherits."""
 
     layout: Layout
     model: str  # this and the next three fields are arguments of `gpu.checkpoint.open_model`
@@ -37,13 +37,13 @@ class RankSetup(msgspec.Struct, kw_only=True):
     ring: Group
     before: Group | None = None  # activations from the stage before
     after: Group | None = None  # activations to the stage behind
-    segment: int | None = None  # memory of the tensor ranks of its stage
-    store: int | None = None  # a file in which all ranks find each other
-    log: dict[str, Any] = {}  # for whoever configures it
+    segment: int | None = None  # shared memory of the stage's tensor ranks
+    store: int | None = None  # the file of torch's store, by which all ranks find each other
+    log: dict[str, Any] = {}  # the configuration of the rank's log
 
     @property
     def descriptors(self) -> list[int]:
-        """What it inherits."""
+        """The descriptors that the rank's process inherits."""
         groups = [group for group in (self.ring, self.before, self.after) if group is not None]
         files = [each for each in (self.segment, self.store) if each is not None]
         return [each for group in groups for each in (group.memory, *group.wakers)] + files
@@ -53,25 +53,25 @@ class RankSetup(msgspec.Struct, kw_only=True):
 
 
 class CacheSize(msgspec.Struct, tag=True, array_like=True):
-    """How large a KV cache is; up, how large it could be."""
+    """The size of the KV cache; from a rank, the largest that it could have."""
 
     num_blocks: int
     max_model_len: int
-    bytes_per_block: int  # up, the rank's; down, those of all ranks together
+    bytes_per_block: int  # on one rank; from the driver, on all ranks together
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
-    """Run this plan. If it has masks, they follow. Steps are counted from 1 on."""
+    """A plan to run. If it has masks, they follow. Steps are numbered from 1."""
 
     number: int
     plan: SchedulerOutput
-    # Tokens that earlier steps sampled, for ranks that have not sampled them: by step, in the order of its plan; None
-    # of a step that came to nothing.
+    # Tokens that earlier steps sampled, for ranks of other stages: by step, in the order of its plan; None for a step
+    # that failed.
     sampled: dict[int, list[list[int]] | None] = {}
 
 
 class Masks(msgspec.Struct, tag=True, array_like=True):
-    """The masks of a step, or why there are none."""
+    """The masks of a step, or the error of computing them."""
 
     step: int
     shape: tuple[int, int] = (0, 0)
@@ -81,7 +81,7 @@ class Masks(msgspec.Struct, tag=True, array_like=True):
 
     @classmethod
     def of(cls, step: int, handle: MasksHandle) -> Masks:
-        """Waits for them."""
+        """Wait for the masks of `handle`, and return them as a message."""
         try:
             masks = handle.result()
         except Exception as error:
@@ -97,7 +97,7 @@ class Masks(msgspec.Struct, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """Do one of what `gpu.parallel.rank` has besides steps: "prepare", "start_profile", "stop_profile"."""
+    """Call a function of the rank by its name: "prepare", "start_profile" or "stop_profile"."""
 
     name: str
 
@@ -107,8 +107,8 @@ Down = CacheSize | Step | Masks | Call
 # --- up
 
 
-class Progress(msgspec.Struct, tag=True, array_like=True):
-    """How far loading is, as a `gpu.checkpoint.Progress` is told."""
+class LoadProgress(msgspec.Struct, tag=True, array_like=True):
+    """The arguments of a call of `gpu.checkpoint.Progress` while a rank loads."""
 
     phase: str
     done: int
@@ -116,7 +116,7 @@ class Progress(msgspec.Struct, tag=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, tag=True, array_like=True, kw_only=True):
-    """What an executor has to know of its worker."""
+    """The facts of a loaded worker that the executor passes on to the engine."""
 
     num_blocks: int
     block_size: int
@@ -130,39 +130,39 @@ class Loaded(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 
 class Output(msgspec.Struct, tag=True, array_like=True):
-    """What a step gave. Told by the first rank of the last stage."""
+    """The output of a step, from the first rank of the last stage."""
 
     step: int
     output: ModelRunnerOutput
 
 
 class ExpertTokens(msgspec.Struct, tag=True, array_like=True):
-    """How many tokens each expert of each of a stage's layers has had: of the whole layer, whose tokens every tensor
-    rank routes alike. Told by the first of them, now and then."""
+    """The tokens of each expert of each layer of a stage, from time to time. They come from the stage's first tensor
+    rank, because all its tensor ranks route all tokens alike."""
 
     tokens: list[list[int]]
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """A step has raised, or loading has (then it is step -1)."""
+    """The error of a step, or of loading (step -1)."""
 
     step: int
     error: ErrorInWords
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True):
-    """What a `Call` has returned, or raised."""
+    """The result or the error of a `Call`."""
 
     value: Any = None
     error: ErrorInWords | None = None
 
 
-Up = Progress | CacheSize | Loaded | Output | ExpertTokens | Failed | Answer
+Up = LoadProgress | CacheSize | Loaded | Output | ExpertTokens | Failed | Answer
 
-encode = msgspec.msgpack.Encoder(enc_hook=lambda handle: True).encode  # of masks that they will follow
+encode = msgspec.msgpack.Encoder(enc_hook=lambda handle: True).encode  # a handle of masks becomes True: they follow
 decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up).decode
 
 
 def down_decoder(masks: Callable[[], MasksHandle]) -> Callable[[bytes], Down]:
-    """For a rank: `masks` makes the handle of masks that follow."""
+    """Return a rank's decoder. `masks` makes the handle of masks that follow a step."""
     return msgspec.msgpack.Decoder(Down, dec_hook=lambda kind, value: masks()).decode

@@ -1,8 +1,8 @@
 """Ranks as processes of this machine.
 
-Every rank is a process (`gpu.parallel.rank_main`) with its part of the model, and applies every plan to a row table
-of its own. One that ends, or is stopped, ends all the others at once, and the executor with them; its engine is started
-again. The kernel tells of an end: no timeout has to pass.
+Every rank is a process (`gpu.parallel.rank_main`) with its part of the model and its own row table, to which it applies
+every plan. If one ends or is stopped, all ranks and the executor end at once, and the engine is started again. The
+kernel reports an end, so no timeout has to pass.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from engine.child import end_in_words, signal_name, start_process
 from engine.errors import EngineDead, HeadraceError, RankLost
 from engine.executor import StepHandle
 from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
-from gpu.checkpoint import Progress as ReportProgress
+from gpu.checkpoint import Progress
 from gpu.host import usable_cores
 from gpu.model_loader import resolve_device
-from gpu.parallel.links import RingWriter, link_bytes
+from gpu.parallel.links import LONGEST_MESSAGE, RingWriter, link_bytes
 from gpu.parallel.messages import (
     Answer,
     CacheSize,
@@ -43,9 +43,9 @@ from gpu.parallel.messages import (
     Failed,
     Group,
     Loaded,
+    LoadProgress,
     Masks,
     Output,
-    Progress,
     RankSetup,
     Step,
     Up,
@@ -55,9 +55,9 @@ from gpu.parallel.messages import (
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 
-ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
-# In which a step that has failed on one rank has to fail on all: else some are waiting for that one, and what ranks
-# know of the batch differs. Time for which a busy machine gives a rank no core does not count.
+ABANDONED_SECONDS = 0.02  # between two checks whether a step was aborted
+# A step that failed on one rank must end on all within this time; otherwise some wait for that rank, and the row tables
+# differ. Time in which a busy machine gives a rank no core does not count.
 FAILURE_SECONDS = 0.5
 
 RANK_MODULE = "gpu.parallel.rank_main"
@@ -66,7 +66,7 @@ OnLost = Callable[[HeadraceError], None]
 
 
 class Wire(Protocol):
-    """Broadcasts to all ranks: a `RingWriter`, where they are on this machine."""
+    """Sends to all ranks: a `RingWriter` if they are on this machine."""
 
     abandoned: int
 
@@ -74,13 +74,13 @@ class Wire(Protocol):
 
     def steps(self, reader: int) -> int: ...
 
-    def last_words(self, reader: int) -> str: ...
+    def end_reason(self, reader: int) -> str: ...
 
     def close(self) -> None: ...
 
 
 class RankProcess(Protocol):
-    """The handle of a rank's process: a `RankChild`, where it is on this machine."""
+    """The handle of a rank's process: a `RankChild` if it is on this machine."""
 
     index: int
 
@@ -92,7 +92,7 @@ class RankProcess(Protocol):
 
     def kill(self) -> None: ...
 
-    def wait_told(self) -> None: ...
+    def wait_reported(self) -> None: ...
 
     def join(self) -> None: ...
 
@@ -100,7 +100,7 @@ class RankProcess(Protocol):
 class MultiprocExecutor:
     """An `engine.executor.Executor` that prepares. Made and used by one thread.
 
-    Raises what a rank's loading raises, RankLost where one ends meanwhile.
+    Raises the error of a rank's loading, and RankLost if a rank ends while it loads.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class MultiprocExecutor:
         model: dict[str, Any],
         options: WorkerOptions,
         layout: Layout,
-        progress: ReportProgress,
+        progress: Progress,
         *,
         hidden_size: int,
         module: str = RANK_MODULE,
         log: dict[str, Any] | None = None,
     ) -> None:
-        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's; `hidden_size` is the
-        model's, or more. `module` calls the main of a rank, `log` says how it is to configure its log."""
+        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's, `hidden_size` is the model's
+        or more. `module` calls the main of a rank, `log` is the configuration of its log."""
         world_size = layout.world_size
         self._layout = layout
         self._module, self._log = module, log or {}
-        # As many steps are in flight as there are stages.
+        # As many steps as stages are in flight.
         self._link_bytes = link_bytes(layout.pipeline_parallel_size, options.max_num_batched_tokens, hidden_size)
         self._lock = threading.Lock()
         self._error: RankLost | None = None
@@ -127,14 +127,14 @@ class MultiprocExecutor:
         self._on_lost: OnLost = lambda error: None
         self._ring = self._make_ring(world_size)
         self._steps: deque[int] = deque()  # submitted and not waited for, oldest first
-        self._masks: dict[int, MasksHandle] = {}  # of steps, that the ranks have not been told
+        self._masks: dict[int, MasksHandle] = {}  # by step, not yet sent to the ranks
         self._ended: dict[int, tuple[RankProcess, Output | Failed]] = {}
-        self._failed: deque[int] = deque(maxlen=16)  # steps of late
-        self._sampled: dict[int, list[list[int]] | None] = {}  # what earlier stages have not been told
-        self._experts_told: dict[int, list[list[int]]] = {}  # lately, by the first rank of the stage
+        self._failed: deque[int] = deque(maxlen=16)  # the latest failed steps
+        self._sampled: dict[int, list[list[int]] | None] = {}  # tokens not yet sent to earlier stages
+        self._new_experts: dict[int, list[list[int]]] = {}  # the latest counts, by the first rank of the stage
         self._tokens_of_experts: list[list[int]] = []
         self._num_submitted = 0
-        self._num_steps = 0  # that were waited for
+        self._num_steps = 0  # steps that were waited for
         self._is_prepared = False
         self._ranks: list[RankProcess] = []
         self._ranks_by_descriptor: dict[int, RankChild] = {}
@@ -159,11 +159,11 @@ class MultiprocExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks' processes."""
+        """The process ids of the ranks."""
         return [rank.pid for rank in self._ranks]
 
     def watch(self, on_lost: OnLost) -> None:
-        """As `engine.executor.Watched` has it."""
+        """Report the loss of a rank, as `engine.executor.Watched` describes."""
         with self._lock:
             self._on_lost = on_lost
             error = self._error
@@ -207,7 +207,7 @@ class MultiprocExecutor:
     # --- steps
 
     def result(self, number: int, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
-        """Wait for the oldest step."""
+        """Wait for the oldest step, and return its output or raise its error."""
         self._write_masks(number)
         timeout = None if abandoned is None else ABANDONED_SECONDS
         while number not in self._ended:
@@ -227,16 +227,16 @@ class MultiprocExecutor:
         raise ended.error.error()
 
     def _wait_all_failed(self, rank: RankProcess, kind: str) -> None:
-        """Wait until a step that has failed on a rank is over on every one."""
+        """Wait until a step that failed on one rank is over on all."""
         began = {other.index: time.monotonic() - other.seconds_without_a_core for other in self._ranks}
         while behind := [other for other in self._ranks if self._ring.steps(other.index) < self._num_steps]:
             now = time.monotonic()
             if any(now - other.seconds_without_a_core - began[other.index] > FAILURE_SECONDS for other in behind):
-                self._lose(rank.index, f"has failed in a step that others had begun: {kind}")
+                self._lose(rank.index, f"has failed in a step that other ranks had begun: {kind}")
             self._receive(0.001)
 
     def _write(self, message: Down) -> None:
-        """Give it to all ranks. Takes what they say while there is no room: they may read no more before."""
+        """Send a message to all ranks. While there is no room, receive their messages, or they might stop reading."""
         self._ring.write(encode(message), lambda: self._receive(0.0))
 
     def _write_masks(self, number: int) -> None:
@@ -244,7 +244,7 @@ class MultiprocExecutor:
             self._write(Masks.of(number, masks))
 
     def _receive(self, timeout: float | None) -> None:
-        """Take what has come; wait for it, so long at most. Raises RankLost."""
+        """Process the messages that are there; wait up to `timeout` seconds for the first. Raises RankLost."""
         self._check()
         for rank, message in self._messages(timeout):
             self._take(rank, message)
@@ -254,16 +254,16 @@ class MultiprocExecutor:
             case Output(step) if step in self._steps:
                 self._ended.setdefault(step, (rank, message))
             case ExpertTokens(tokens):
-                self._experts_told[rank.index] = tokens
-                if len(self._experts_told) == self._layout.pipeline_parallel_size:
-                    told, self._experts_told = sorted(self._experts_told.items()), {}
-                    self._tokens_of_experts = [layer for _, layers in told for layer in layers]
+                self._new_experts[rank.index] = tokens
+                if len(self._new_experts) == self._layout.pipeline_parallel_size:
+                    stages, self._new_experts = sorted(self._new_experts.items()), {}
+                    self._tokens_of_experts = [layer for _, layers in stages for layer in layers]
             case Failed(step) if step in self._steps:
                 earlier = self._ended.get(step)
                 if earlier is None or isinstance(earlier[1], Output) or rank.index < earlier[0].index:
                     self._ended[step] = rank, message
             case Failed(step, error) if step not in self._failed:
-                self._lose(rank.index, f"has failed in a step that others have made: {error.kind}")
+                self._lose(rank.index, f"has failed in a step that other ranks have finished: {error.kind}")
 
     def _messages(self, timeout: float | None) -> list[tuple[RankProcess, Up]]:
         came: list[tuple[RankProcess, Up]] = []
@@ -272,16 +272,16 @@ class MultiprocExecutor:
             try:
                 came.append((rank, rank.receive()))
             except EOFError:
-                rank.wait_told()
+                rank.wait_reported()
                 self._check()
                 raise
         return came
 
     def _call(self, name: str) -> list[Any]:
-        """Have every rank do something, between steps, and return what each says."""
+        """Call a function on every rank, between steps, and return the results by rank."""
         if self._is_closed:
             return [None] * len(self._ranks)
-        for number in [*self._masks]:  # which ranks wait for before they look what else there is
+        for number in [*self._masks]:  # ranks read no other message before they have these
             self._write_masks(number)
         self._write(Call(name))
         answers = self._from_each(Answer, self._take)
@@ -292,10 +292,10 @@ class MultiprocExecutor:
 
     # --- loading and losing
 
-    def _load(self, progress: ReportProgress) -> Loaded:
+    def _load(self, progress: Progress) -> Loaded:
         def report(rank: RankProcess, message: Up) -> None:
             match message:
-                case Progress(phase, done, total) if rank.index == 0:
+                case LoadProgress(phase, done, total) if rank.index == 0:
                     progress(phase, done, total)
                 case Failed(error=error):
                     raise error.error()
@@ -305,7 +305,7 @@ class MultiprocExecutor:
         self._write(CacheSize(num_blocks, max_model_len, sum(each.bytes_per_block for each in sizes)))
         return self._from_each(Loaded, report)[-1]
 
-    # What a subclass does otherwise whose ranks are on other machines.
+    # A subclass with ranks on other machines overrides the next three.
 
     def _make_ring(self, world_size: int) -> Wire:
         return RingWriter(world_size)
@@ -325,7 +325,7 @@ class MultiprocExecutor:
         return socket.gethostname()
 
     def _from_each(self, kind: type[Any], other: Callable[[RankProcess, Up], None]) -> list[Any]:
-        """A message of this kind from each rank, by rank."""
+        """Wait for a message of this kind from each rank, and return them by rank. `other` takes other messages."""
         found: dict[int, Any] = {}
         while len(found) < len(self._ranks):
             for rank, message in self._messages(None):
@@ -336,12 +336,12 @@ class MultiprocExecutor:
         return [found[index] for index in sorted(found)]
 
     def _lose(self, index: int, why: str) -> None:
-        """A rank is of no use any more, so none is. On any thread."""
+        """End all ranks, because this one has ended or does not work any more. Called by any thread."""
         with self._lock:
             if self._error is not None or self._is_closed:
                 return
-            words = self._ring.last_words(index)
-            self._error = error = RankLost(index, self._host_of(index), f"{why}: {words}" if words else why)
+            reason = self._ring.end_reason(index)
+            self._error = error = RankLost(index, self._host_of(index), f"{why}: {reason}" if reason else why)
             for rank in self._ranks:
                 rank.kill()
             on_lost = self._on_lost
@@ -354,7 +354,7 @@ class MultiprocExecutor:
 
 @dataclass(frozen=True)
 class _RemoteStep:
-    """A `StepHandle`."""
+    """The `StepHandle` of a step on ranks."""
 
     executor: MultiprocExecutor
     number: int
@@ -365,7 +365,8 @@ class _RemoteStep:
 
 
 class Shared:
-    """What ranks share besides the driver's ring: descriptors, which are theirs when they have been started."""
+    """The descriptors that ranks share besides the driver's ring. The driver closes them when the ranks have
+    started."""
 
     def __init__(self, layout: Layout, link_bytes: int) -> None:
         size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
@@ -386,7 +387,7 @@ class Shared:
 def _setup(
     model: dict[str, Any], options: WorkerOptions, layout: Layout, shared: Shared, ring: RingWriter
 ) -> RankSetup:
-    """What a rank is told, and what it gets of the machine."""
+    """Return the first message to a rank, with its share of the machine."""
     size, stage = layout.world_size, layout.pp_rank
     own: dict[str, Any] = {"kv_cache_memory": options.kv_cache_memory and options.kv_cache_memory // size}
     if resolve_device(options.device) == "cpu":
@@ -399,25 +400,26 @@ def _setup(
         layout=layout,
         **model,
         options=asdict(replace(options, **own)),
-        ring=Group(*ring.all_descriptors),
-        before=None if layout.is_first_stage else Group(*shared.links[stage - 1].all_descriptors),
-        after=Group(*shared.links[stage].all_descriptors) if writes else None,
+        ring=_group(ring),
+        before=None if layout.is_first_stage else _group(shared.links[stage - 1]),
+        after=_group(shared.links[stage]) if writes else None,
         segment=shared.segments[stage] if shared.segments else None,
         store=shared.store,
     )
 
 
+def _group(ring: RingWriter) -> Group:
+    return Group(ring.memory, ring.wakers)
+
+
 # ----------------------------------------------------------------------------------------------------------- rank child
-# The driver's handle of one rank's process: starts it, receives from it, and tells why it ended.
-#
-# A thread waits for its end, and for a signal that stops it, which is as good as an end: the kernel tells both at once.
-
-
-LONGEST_MESSAGE = 2**30  # bytes
 
 
 class RankChild:
-    """A process of one rank, whose main is `module`. `on_end(index, why)` is called once, on a thread of its own."""
+    """The driver's handle of one rank's process, which runs `module`.
+
+    A thread waits until the process ends or a signal stops it, which counts as an end, then calls `on_end(index, why)`.
+    """
 
     def __init__(self, index: int, module: str, setup: RankSetup, on_end: Callable[[int, str], None]) -> None:
         self.index = index
@@ -432,7 +434,7 @@ class RankChild:
             self._watcher.start()
             self._process = started.result()
         self.connection = Connection(ours.detach())
-        self.connection.send_bytes(msgspec.msgpack.encode(setup, enc_hook=int))  # sizes are ints of a kind of their own
+        self.connection.send_bytes(msgspec.msgpack.encode(setup, enc_hook=int))  # sizes are of a subclass of int
 
     @property
     def pid(self) -> int:
@@ -440,37 +442,37 @@ class RankChild:
 
     @property
     def seconds_without_a_core(self) -> float:
-        """As the function, of this process."""
+        """See the function `seconds_without_a_core`."""
         return seconds_without_a_core(self.pid)
 
     def receive(self) -> Up:
-        """The next thing that it says. Waits for it; raises EOFError when it has ended."""
+        """Wait for the rank's next message. Raises EOFError when the process has ended."""
         try:
             return decode_up(self.connection.recv_bytes(LONGEST_MESSAGE))
-        except OSError as error:  # the connection is reset, or a message cut off
+        except OSError as error:  # the connection was reset, or a message was cut off
             raise EOFError from error
 
     def kill(self) -> None:
-        """At once, whatever it does. Nothing happens if it has ended."""
+        """Kill the process, if it has not ended."""
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)  # not `Popen.kill`, which would reap it
 
-    def wait_told(self) -> None:
-        """Wait until `on_end` has been called, of a process that has ended."""
+    def wait_reported(self) -> None:
+        """Wait until `on_end` has returned. Called when the process has ended."""
         self._watcher.join()
 
     def join(self) -> None:
-        """Wait for its end, and let go of it. Once."""
+        """Wait for the end of the process, and free its resources. Called once."""
         self._watcher.join()
         self._process.wait()
         self.connection.close()
 
     def _live(self, module: str, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
-        # It is started here, because the kernel ends it with the thread that has started it.
+        # This thread starts the process, because the kernel kills it when the thread that started it ends.
         try:
             process = start_process(
                 [sys.executable, "-m", module, str(passed[0]), f"rank={self.index}"],  # the last for ps
-                {**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
+                {**os.environ, "HF_HUB_OFFLINE": "1"},  # the driver has fetched the files
                 pass_fds=passed,
                 death_signal=signal.SIGKILL,
             )
@@ -478,7 +480,7 @@ class RankChild:
             started.set_exception(error)
             return
         started.set_result(process)
-        # Left to be waited for, so that its number is not another's before all who know it are done with it.
+        # WNOWAIT: the process stays a zombie until `join`, so that `kill` cannot hit another process of its id.
         what = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         assert what is not None
         if what.si_code == os.CLD_STOPPED:
@@ -489,13 +491,14 @@ class RankChild:
 
 
 def seconds_without_a_core(pid: int) -> float:
-    """For how long a process' threads, all in all, could have run and were not let; 0 where the kernel does not say.
+    """Return the time for which threads of a process were ready to run but had no core; 0 if the kernel does not count
+    it.
 
-    Of all threads: while one waits for a core, the main thread may be waiting for it.
+    All threads are added up: while one waits for a core, the main thread may be waiting for it.
     """
     nanoseconds = 0
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # this one has
+            with suppress(OSError):  # this thread has ended
                 nanoseconds += int((thread / "schedstat").read_text().split()[1])
     return nanoseconds / 1e9

@@ -1,7 +1,4 @@
-"""One rank: its part of the model, and what the driver's messages do to it. How they come is its caller's business.
-
-`gpu.parallel.rank_main` runs one in a process of this machine.
-"""
+"""One rank: its part of the model, and the execution of its driver's messages, in whatever way they come."""
 
 from __future__ import annotations
 
@@ -39,39 +36,34 @@ if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
 
 
-Abandoned = Callable[[int], Callable[[], bool] | None]
-"""Makes, of a step's number, what asks whether nobody wants it any more; None where another rank asks."""
+AbortChecks = Callable[[int], Callable[[], bool] | None]
+"""Makes the abort check of a step, given its number; None if another rank checks."""
 
 
 class Inbox(Protocol):
-    """Messages from the driver, in order."""
+    """The driver's messages, in order."""
 
     @property
     def has_message(self) -> bool: ...
 
     def read(self) -> bytes:
-        """Waits for the next one."""
+        """Wait for the next message, and return it."""
+        ...
+
+    def count_step(self) -> None:
+        """Count a finished step, for the driver."""
         ...
 
 
 class Rank:
-    """Carries out what its driver says. `tell` sends up; `count_step` is called when a step is over."""
+    """Executes its driver's messages. `send` sends to the driver. `link` is needed if there are several stages."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        inbox: Inbox,
-        tell: Callable[[Up], None],
-        count_step: Callable[[], None],
-        link: StageLink | None = None,
-    ) -> None:
-        """`link` where there are several stages."""
+    def __init__(self, layout: Layout, inbox: Inbox, send: Callable[[Up], None], link: StageLink | None = None) -> None:
         self._layout = layout
         self.link = link
-        self._unsampled: deque[int] = deque()  # steps that have run here and whose tokens the last stage samples
+        self._unsampled: deque[int] = deque()  # steps that have run here, with tokens that the last stage samples
         self._inbox = inbox
-        self._tell = tell
-        self._count_step = count_step
+        self._send = send
         self._decode = down_decoder(lambda: _MasksToCome(self))
         self._waiting: deque[Down] = deque()  # read while a step waited for its masks
         self._in_flight: deque[tuple[int, StepHandle]] = deque()
@@ -79,8 +71,8 @@ class Rank:
         self._step = 0
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:
-        """The KV cache that all ranks can have, of `bytes_per_block` on all of them together."""
-        self._tell(CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
+        """Return the KV cache that all ranks can have, with the `bytes_per_block` of all of them together."""
+        self._send(CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
         agreed = self._next()
         assert isinstance(agreed, CacheSize)
         return replace(
@@ -91,10 +83,10 @@ class Rank:
             num_tokens=size.num_tokens // size.block_size * agreed.num_blocks // size.num_blocks * size.block_size,
         )
 
-    def serve(self, worker: Worker, cost: str, vocab_size: int, abandoned: Abandoned) -> None:
-        """Say `Loaded`, then carry out what the driver says until the process ends."""
+    def serve(self, worker: Worker, cost: str, vocab_size: int, abort_checks: AbortChecks) -> None:
+        """Send `Loaded`, then execute the driver's messages until the process ends."""
         size = worker.kv_cache_size
-        self._tell(
+        self._send(
             Loaded(
                 num_blocks=size.num_blocks,
                 block_size=size.block_size,
@@ -114,18 +106,18 @@ class Rank:
                 continue
             match self._waiting.popleft() if self._waiting else self._next():
                 case Step() as step:
-                    self._submit(worker, step, abandoned)
+                    self._submit(worker, step, abort_checks)
                 case Call(name):
                     while self._in_flight:
                         self._finish(worker)
-                    self._tell(self._call(worker, name))
-                case Masks():  # of a step that did not come to ask for them
+                    self._send(self._call(worker, name))
+                case Masks():  # of a step that failed before it asked for them
                     pass
                 case CacheSize():
                     raise ValueError("the size of the KV cache has been agreed upon")
 
     def masks(self) -> TokenMasks:
-        """Those of the step that runs."""
+        """Wait for the masks of the running step. Other messages wait until it is over."""
         while True:
             message = self._next()
             if isinstance(message, Masks):
@@ -137,7 +129,7 @@ class Rank:
     def _next(self) -> Down:
         return self._decode(self._inbox.read())
 
-    def _submit(self, worker: Worker, step: Step, abandoned: Abandoned) -> None:
+    def _submit(self, worker: Worker, step: Step, abort_checks: AbortChecks) -> None:
         self._step = step.number
         if not self._layout.is_last_stage:
             self._record(worker, step)
@@ -145,7 +137,7 @@ class Rank:
             self.link.begin(step.number)
         handle: StepHandle
         try:
-            handle = worker.runner.submit(step.plan, abandoned(self._step))
+            handle = worker.runner.submit(step.plan, abort_checks(self._step))
         except Exception as error:
             handle = FinishedStep(error)
             if self.link is not None and step.plan.request_ids:
@@ -156,7 +148,7 @@ class Rank:
         self._in_flight.append((self._step, handle))
 
     def _record(self, worker: Worker, step: Step) -> None:
-        """Take in what the last stage has sampled in earlier steps."""
+        """Record the tokens that the last stage sampled in earlier steps."""
         assert isinstance(worker.runner, ModelRunner)
         for number, sampled in sorted(step.sampled.items()):
             if self._unsampled and self._unsampled[0] == number:
@@ -166,14 +158,14 @@ class Rank:
     def _finish(self, worker: Worker) -> None:
         step, handle = self._in_flight.popleft()
         if step % STEPS_BETWEEN_EXPERT_LOADS == 0 and self._layout.tp_rank == 0:
-            self._tell(ExpertTokens(worker.tokens_of_experts()))
+            self._send(ExpertTokens(worker.tokens_of_experts()))
         try:
             output = handle.result()
             if self._layout.is_last_stage and self._layout.tp_rank == 0:
-                self._tell(Output(step, output))
+                self._send(Output(step, output))
         except Exception as error:
-            self._tell(Failed(step, ErrorInWords.of(error)))
-        self._count_step()
+            self._send(Failed(step, ErrorInWords.of(error)))
+        self._inbox.count_step()
 
     def _call(self, worker: Worker, name: str) -> Answer:
         try:
@@ -190,7 +182,7 @@ class Rank:
 
 
 class _MasksToCome:
-    """A `MasksHandle`."""
+    """A `MasksHandle` of masks that follow their step's message."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

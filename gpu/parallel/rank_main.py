@@ -1,7 +1,6 @@
-"""The main of one rank's process: `python -m gpu.parallel.rank_main`, started by `gpu.parallel.multiproc`.
+"""The main module of a rank's process: `python -m gpu.parallel.rank_main`, started by `gpu.parallel.multiproc`.
 
-It belongs to the process that started it: no signal of a terminal or a supervisor reaches it, and the kernel ends it
-with its parent, also when it has been stopped.
+The process ignores signals to its group. The kernel kills it when its parent ends, even if it is stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,8 +24,8 @@ from engine.child_main import ignore_signals
 from engine.errors import ErrorInWords, HeadraceError
 from gpu.checkpoint import ModelFiles, open_model
 from gpu.parallel.links import RingReader, RingWriter, StageLink
-from gpu.parallel.messages import Failed, Group, Progress, RankSetup, Up, encode
-from gpu.parallel.rank import Abandoned, Rank
+from gpu.parallel.messages import Failed, Group, LoadProgress, RankSetup, Up, encode
+from gpu.parallel.rank import AbortChecks, Inbox, Rank
 from gpu.runner.runner import NO_LINKS
 from gpu.sharding import Layout
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(configure: Callable[[RankSetup], None] = lambda setup: None) -> NoReturn:
-    """`configure` is called first, with what the driver has sent."""
+    """Run a rank until its process ends. `configure` is called first, with the driver's first message."""
     ignore_signals(signal.SIGTSTP)
     up = Connection(int(sys.argv[1]))
     setup = msgspec.msgpack.decode(up.recv_bytes(), type=RankSetup)
@@ -46,36 +46,45 @@ def main(configure: Callable[[RankSetup], None] = lambda setup: None) -> NoRetur
     threading.Thread(target=_end_with_parent, args=(up,), name="lifeline", daemon=True).start()
     reader = _reader(setup.ring, setup.layout.rank)
     try:
-        _serve(setup, reader, lambda message: up.send_bytes(encode(message)))
+        layout, link = setup.layout, None
+        if layout.pipeline_parallel_size > 1:
+            before = None if setup.before is None else _reader(setup.before, layout.tp_rank)
+            after = None if setup.after is None else RingWriter.inherited(setup.after.memory, setup.after.wakers)
+            link = StageLink(before, after, is_last=layout.is_last_stage)
+        checks = partial(_abort_checks, layout, reader)
+        serve(setup, reader, link, lambda message: up.send_bytes(encode(message)), join_on_this_machine, checks)
     except BaseException as error:
-        reader.leave_words(in_few_words(error))
-        if not isinstance(error, HeadraceError):  # which tells everything, and is told
+        reader.leave_end_reason(public_text(error))
+        if not isinstance(error, HeadraceError):  # the driver logs the text of a HeadraceError
             logger.critical("this rank ends", exc_info=True)
             logging.shutdown()
-    os._exit(1)  # neither a library's thread nor its exit handler may hold up the end
-
-
-def _serve(setup: RankSetup, reader: RingReader, tell: Callable[[Up], None]) -> None:
-    layout, link = setup.layout, None
-    if layout.pipeline_parallel_size > 1:
-        before = None if setup.before is None else _reader(setup.before, layout.tp_rank)
-        after = None if setup.after is None else RingWriter.inherited(setup.after.memory, setup.after.wakers)
-        link = StageLink(before, after, is_last=layout.is_last_stage)
-    rank = Rank(layout, reader, tell, reader.count_step, link)
-    try:
-        worker, cost, vocab_size = load(setup, rank, tell, join_on_this_machine)
-    except HeadraceError as error:
-        tell(Failed(-1, ErrorInWords.of(error)))
-        raise
-    rank.serve(worker, cost, vocab_size, _abandoned(layout, reader, worker))
+    os._exit(1)  # without waiting for a library's threads and exit handlers
 
 
 Join = Callable[[RankSetup, "WorkerOptions", ModelFiles], Any]
 """Makes the communicator of a rank."""
 
 
-def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -> tuple[Worker, str, int]:
-    """The worker, what it says of its weights, and the vocabulary's size. `join` makes the communicator."""
+def serve(
+    setup: RankSetup,
+    inbox: Inbox,
+    link: StageLink | None,
+    send: Callable[[Up], None],
+    join: Join,
+    abort_checks: Callable[[Worker], AbortChecks],
+) -> None:
+    """Load a rank, then execute its driver's messages until the process ends. `join` makes the communicator."""
+    rank = Rank(setup.layout, inbox, send, link)
+    try:
+        worker, cost, vocab_size = _load(setup, rank, send, join)
+    except HeadraceError as error:
+        send(Failed(-1, ErrorInWords.of(error)))
+        raise
+    rank.serve(worker, cost, vocab_size, abort_checks(worker))
+
+
+def _load(setup: RankSetup, rank: Rank, send: Callable[[Up], None], join: Join) -> tuple[Worker, str, int]:
+    """Return the worker, the text on its rounded weights, and the vocabulary's size."""
     from gpu.executor import load_worker
     from gpu.model_loader import use_device
     from gpu.runner.runner import WorkerOptions
@@ -85,10 +94,10 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
         cache_dir=None if setup.cache_dir is None else Path(setup.cache_dir),
         load_format=setup.load_format,
         seed=setup.seed,
-        progress=lambda phase, done, total: tell(Progress(phase, done, total)),
+        progress=lambda phase, done, total: send(LoadProgress(phase, done, total)),
     )
     options = replace(WorkerOptions(), **setup.options)
-    use_device(options.device)  # before the ranks connect, which may use their devices
+    use_device(options.device)  # before the ranks connect, because that may use the devices
     worker, cost = load_worker(
         files,
         options,
@@ -101,7 +110,7 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
 
 
 def join_on_this_machine(setup: RankSetup, options: WorkerOptions, files: ModelFiles) -> Any:
-    """Between the tensor ranks of its stage, where there are several: on a CPU they share memory, whoever computes."""
+    """Return the communicator of the tensor ranks of a stage, None for one rank. On a CPU they share memory."""
     from gpu.cpu.library import load_library
     from gpu.model_loader import library_for, resolve_device
 
@@ -127,10 +136,10 @@ def join_on_this_machine(setup: RankSetup, options: WorkerOptions, files: ModelF
     return TorchCommunicator(store, layout, device)
 
 
-def _abandoned(layout: Layout, reader: RingReader, worker: Worker) -> Abandoned:
-    """Who asks whether a step is still wanted: the first rank, between layers. Where others compute the same layers,
-    all have to stop at the same one: so they wait for its answer. The library sees to that by itself. Later stages hear
-    of it from the one before."""
+def _abort_checks(layout: Layout, reader: RingReader, worker: Worker) -> AbortChecks:
+    """Return the abort checks of a rank. Only rank 0 reads the abort flag, between layers; the other tensor ranks of
+    its stage wait for its answer, so that all stop at the same layer. The C++ library does that by itself. Later stages
+    are stopped by a message of the stage before."""
     is_first = layout.tp_rank == 0
     if not layout.is_first_stage or (worker.facts.is_batch_invariant and not is_first):
         return lambda step: None
@@ -156,14 +165,15 @@ def _reader(group: Group, index: int) -> RingReader:
     return RingReader(group.memory, group.wakers[index], index, len(group.wakers))
 
 
-def in_few_words(error: BaseException) -> str:
-    """What may be told to anybody: what is foreign to us may quote paths and prompts."""
+def public_text(error: BaseException) -> str:
+    """Return the text of an error for clients. Errors of other libraries may quote paths and prompts, so only the name
+    of the class is given."""
     return str(error) if isinstance(error, HeadraceError) else type(error).__name__
 
 
 def _end_with_parent(lifeline: Connection) -> NoReturn:
     with suppress(EOFError, OSError):
-        lifeline.recv_bytes()  # nothing more is ever sent: it returns at the end
+        lifeline.recv_bytes()  # the parent sends nothing more, so this returns when it ends
     os._exit(1)
 
 

@@ -1,8 +1,8 @@
 """Ranks as Ray actors on several machines.
 
-Ray places and starts the ranks, and reports their death; nothing else goes through Ray. Plans and outputs cross over
-ZMQ, to each rank with keys that were made for it. What a rank does is `gpu.parallel.rank`'s, what its driver does
-`gpu.parallel.multiproc`'s.
+1. Ray places and starts the ranks, and reports their end. Plans, outputs and activations go over ZMQ, with keys that
+   were made for each rank.
+2. Tensor ranks of one machine share its memory; those of several machines use torch.distributed.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.child_main import end_when_stopped
-from engine.errors import ConfigError, ErrorInWords, HeadraceError, RankLost
-from gpu.checkpoint import ModelFiles
-from gpu.checkpoint import Progress as ReportProgress
+from engine.errors import ConfigError, RankLost
+from gpu.checkpoint import ModelFiles, Progress
 from gpu.model_loader import library_for, resolve_device
 from gpu.parallel.links import StageLink
-from gpu.parallel.messages import Failed, Group, RankSetup, Up, decode_up, encode
+from gpu.parallel.messages import Group, RankSetup, Up, decode_up, encode
 from gpu.parallel.multiproc import MultiprocExecutor, RankProcess
-from gpu.parallel.rank import Rank
-from gpu.parallel.rank_main import in_few_words, join_on_this_machine, load
+from gpu.parallel.rank import AbortChecks
+from gpu.parallel.rank_main import join_on_this_machine, public_text, serve
 from gpu.parallel.secure_sockets import CurveServer, Keys, Socket, connect
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
+from gpu.worker import Worker
 
-LOOK_SECONDS = 0.05  # between two looks at whether a rank that is waited for still lives
-PING_SECONDS = 0.1  # a connection that is gone is found by the next ping; to miss a machine takes Ray 15 s
-LAST_WORDS_SECONDS = 0.1  # that they may be under way when Ray knows of an end
+LOOK_SECONDS = 0.05  # between two checks whether a rank that is waited for still runs
+PING_SECONDS = 0.1  # a lost connection is found by the next ping; Ray needs 15 s to miss a machine
+END_REASON_SECONDS = 0.1  # the reason of an end may arrive so much later than Ray's report of the end
 
 
 class RayExecutor(MultiprocExecutor):
-    """Its ranks are where Ray finds room for them: near each other, a device or the cores of `num_threads` for each."""
+    """An executor with ranks that Ray places near each other, with a device or `num_threads` cores for each."""
 
     _ring: _Wire
     _store: Any = None  # of torch.distributed
 
     def __init__(
-        self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **local: Any
+        self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: Progress, **local: Any
     ) -> None:
         device = options.device
         if device == "auto":
@@ -67,7 +67,7 @@ class RayExecutor(MultiprocExecutor):
             self._nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
             nodes = {node["NodeID"]: node for node in ray.nodes()}
             self._hosts = {name: node["NodeManagerHostname"] for name, node in nodes.items()}
-            if layout.world_size == 1:  # other engines of one rank may be on its machine, each with its cores
+            if layout.world_size == 1:  # other engines of one rank may be on its machine, with cores of their own
                 num_cores = nodes[self._nodes[0]]["Resources"].get("CPU", self._room["CPU"])
                 options = replace(options, kv_cache_share=min(1.0, self._room["CPU"] / num_cores))
             super().__init__(model, options, layout, progress, **local)
@@ -98,8 +98,8 @@ class RayExecutor(MultiprocExecutor):
             own = asdict(replace(options, kv_cache_share=share, kv_cache_memory=memory))
             setup = RankSetup(layout=replace(layout, rank=index), **model, options=own, ring=Group(0, []))
             store = (self._store.host, self._store.port) if are_apart[stage] else None
-            told = Told(setup, wire.plans_address, wire.lifeline_address, wire.server.new_keys(), store)
-            message = msgspec.msgpack.encode(told, enc_hook=int)  # sizes are ints of a kind of their own
+            start = RankStart(setup, wire.plans_address, wire.lifeline_address, wire.server.new_keys(), store)
+            message = msgspec.msgpack.encode(start, enc_hook=int)  # sizes are of a subclass of int
             ended = actor.run.remote(message, *meetings[max(0, stage - 1) : stage + 1]).future()
             self._ranks.append(_ActorRank(index, actor, ended, self._lose))
 
@@ -119,9 +119,9 @@ class RayExecutor(MultiprocExecutor):
 
 
 class _Wire:
-    """The driver's sockets to all ranks. What `RingWriter` is to ranks of one machine."""
+    """The driver's sockets to all ranks, in place of a `RingWriter`."""
 
-    abandoned = 0  # steps are not broken off
+    abandoned = 0  # running steps are not stopped
 
     def __init__(self, world_size: int, on_lost: Callable[[int, str], None]) -> None:
         with ExitStack() as stack:
@@ -132,41 +132,41 @@ class _Wire:
             self._resources = stack.pop_all()
         self._names = [name_of(index) for index in range(world_size)]
         self._num_steps = [0] * world_size
-        self._last_words = [""] * world_size
+        self._end_reasons = [""] * world_size
         self._on_lost = on_lost
         self._closing = threading.Event()
         self._pinging = threading.Thread(target=self._ping, name="rank-pings", daemon=True)
         self._pinging.start()
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """Raises what `check` does of a rank that has gone."""
+        """Send a message to all ranks. Raises the error of `check` if a rank has ended."""
         for name in self._names:
             try:
                 self._plans.send_multipart([name, message])
-            except zmq.ZMQError:  # it has gone, which the next ping finds, too
+            except zmq.ZMQError:  # it has ended, which the next ping finds, too
                 while True:
                     check()
                     self.receive(LOOK_SECONDS)
 
     def receive(self, timeout: float) -> list[tuple[int, Up]]:
-        """What ranks have said, by rank; waits so long for the first."""
+        """Return the messages of ranks, with their numbers. Wait up to `timeout` seconds for the first."""
         came: list[tuple[int, Up]] = []
         while self._plans.poll(0 if came else round(timeout * 1000)):
             name, kind, data = self._plans.recv_multipart()
             index = self._names.index(name)
-            if kind == SAYS:
+            if kind == MESSAGE:
                 came.append((index, decode_up(data)))
-            elif kind == HAS_MADE_A_STEP:
+            elif kind == STEP_DONE:
                 self._num_steps[index] += 1
-            elif kind == LAST_WORDS:
-                self._last_words[index] = data.decode("utf-8", "replace")
+            elif kind == END_REASON:
+                self._end_reasons[index] = data.decode("utf-8", "replace")
         return came
 
     def steps(self, reader: int) -> int:
         return self._num_steps[reader]
 
-    def last_words(self, reader: int) -> str:
-        return self._last_words[reader]
+    def end_reason(self, reader: int) -> str:
+        return self._end_reasons[reader]
 
     def close(self) -> None:
         self._closing.set()
@@ -187,29 +187,29 @@ class _Wire:
 
 
 class _ActorRank:
-    """What `RankChild` is to ranks of one machine."""
+    """The handle of a rank's actor, in place of a `RankChild`."""
 
     pid = 0
-    seconds_without_a_core = 0.0  # which another machine's kernel knows
+    seconds_without_a_core = 0.0  # unknown: another machine's kernel counts it
 
     def __init__(self, index: int, actor: Any, ended: Future[None], on_end: Callable[[int, str], None]) -> None:
         self.index, self._actor, self._ended, self._on_end = index, actor, ended, on_end
-        ended.add_done_callback(self._tell)
+        ended.add_done_callback(self._report)
 
     def kill(self) -> None:
         ray.kill(self._actor)
 
-    def wait_told(self) -> None: ...
+    def wait_reported(self) -> None: ...
 
     def join(self) -> None:
         self._ended.exception()
 
-    def _tell(self, ended: Future[None]) -> None:
-        threading.Timer(LAST_WORDS_SECONDS, self._on_end, (self.index, "has ended, as Ray says")).start()
+    def _report(self, ended: Future[None]) -> None:
+        threading.Timer(END_REASON_SECONDS, self._on_end, (self.index, "has ended, as Ray reports")).start()
 
 
 def join_cluster() -> None:
-    """The one that RAY_ADDRESS names, or that this machine is one of. Raises ConfigError."""
+    """Connect to the Ray cluster of RAY_ADDRESS, or to this machine's. Raises ConfigError."""
     if not ray.is_initialized():
         try:
             # On a thread: on the main thread Ray would replace the process's handler of SIGTERM.
@@ -217,36 +217,33 @@ def join_cluster() -> None:
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(ray.init, address, log_to_driver=False, logging_level=logging.ERROR).result()
         except ConnectionError as error:
-            allowed = "it needs a Ray cluster, and this machine is not one of any"
-            hint = "after `ray start --head` it works, and with RAY_ADDRESS for another"
+            allowed = "it needs a Ray cluster, and none runs on this machine"
+            hint = "Start one with `ray start --head`, or set RAY_ADDRESS to another one's address"
             raise ConfigError("executor", "ray", allowed=allowed, hint=hint) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- ray rank
-# One rank in a Ray actor, and its messages to its driver and to neighbouring ranks.
-#
-# What goes between machines goes over ZMQ, to each with keys that were made for it; what tensor ranks say within a
-# layer over the memory of their machine, if they have one in common, else over torch.distributed.
+# One rank in a Ray actor, and its messages to its driver and to the next stage.
 
 
-SILENCE_SECONDS = 10.0  # after which a rank has lost its driver, or its neighbour
-MEETING_SECONDS = 60.0  # that a neighbour's process may take longer to start
-PIECE = 64 * 2**20  # bytes: what is longer goes in several; ZMQ takes no more than `MAX_MESSAGE_BYTES` at once
-SAYS, HAS_MADE_A_STEP, LAST_WORDS = b"says", b"step", b"words"  # what a message from a rank is
+SILENCE_SECONDS = 10.0  # after which a rank has lost its driver or the stage before
+MEETING_SECONDS = 60.0  # limit on waiting for the stage before to start
+PART_BYTES = 64 * 2**20  # of a longer message; ZMQ takes up to `MAX_MESSAGE_BYTES` at once
+MESSAGE, STEP_DONE, END_REASON = b"message", b"step", b"reason"  # the kinds of messages from a rank
 
 
-class Told(msgspec.Struct):
-    """What a rank is started with."""
+class RankStart(msgspec.Struct):
+    """The first message to a rank."""
 
     setup: RankSetup
     plans: str
     lifeline: str
     keys: Keys
-    store: tuple[str, int] | None  # torch's, in which the tensor ranks of several machines find each other
+    store: tuple[str, int] | None  # the address of torch's store, by which tensor ranks of several machines connect
 
 
 class Meeting(msgspec.Struct):
-    """Where the first tensor rank of a stage is found: by the others of its machine, and by each of the next stage."""
+    """The addresses of a stage's first tensor rank: for other ranks of its machine, and for each of the next stage."""
 
     segment: str
     store: str
@@ -254,10 +251,10 @@ class Meeting(msgspec.Struct):
 
 
 class RankActor:
-    """A process that is nothing but one rank, and its inbox."""
+    """The process of one rank, and the rank's inbox."""
 
     def meet(self, num_behind: int) -> bytes:
-        """A `Meeting`, for so many ranks of the stage behind. Asked of the first rank of a stage, before `run`."""
+        """Return a `Meeting`, for this many ranks of the next stage. Called on a stage's first rank, before `run`."""
         own = f"/proc/{os.getpid()}/fd"
         segment, store = (f"{own}/{os.memfd_create(name)}" for name in ("headrace-ranks", "headrace-store"))
         server = CurveServer(ray.util.get_node_ip_address()).__enter__()  # until the process ends
@@ -267,37 +264,29 @@ class RankActor:
         return msgspec.msgpack.encode(Meeting(segment, store, links))
 
     def run(self, message: bytes, *meetings: bytes) -> NoReturn:
-        """Until it ends. The last of the `Meeting`s is that of its stage, the one before, that of the stage before."""
+        """Run the rank until its process ends. The last of the `Meeting`s is that of its stage, the one before it that
+        of the stage before."""
         end_when_stopped()
-        told = msgspec.msgpack.decode(message, type=Told)
-        self._plans = _connected(told, told.plans)
-        threading.Thread(target=_end_with_driver, args=(told,), name="lifeline", daemon=True).start()
+        start = msgspec.msgpack.decode(message, type=RankStart)
+        self._plans = _connected(start, start.plans)
+        threading.Thread(target=_end_with_driver, args=(start,), name="lifeline", daemon=True).start()
         try:
-            self._serve(told, [msgspec.msgpack.decode(each, type=Meeting) for each in meetings])
+            self._serve(start, [msgspec.msgpack.decode(each, type=Meeting) for each in meetings])
         except BaseException as error:
-            self._send(LAST_WORDS, in_few_words(error).encode())
+            self._send(END_REASON, public_text(error).encode())
             traceback.print_exc()
         self._plans.close(linger=1000)
         self._plans.context.term()
-        os._exit(1)  # neither a library's thread nor its exit handler may hold up the end
+        os._exit(1)  # without waiting for a library's threads and exit handlers
 
-    def _serve(self, told: Told, meetings: list[Meeting]) -> None:
-        layout, link = told.setup.layout, None
+    def _serve(self, start: RankStart, meetings: list[Meeting]) -> None:
+        layout, link = start.setup.layout, None
         if layout.pipeline_parallel_size > 1:
             before = None if layout.is_first_stage else StageReader(layout.rank, *meetings[0].links[layout.tp_rank])
             after = StageWriter(self._behind) if layout.tp_rank == 0 and not layout.is_last_stage else None
             link = StageLink(before, after, is_last=layout.is_last_stage)
-        rank = Rank(layout, self, self._tell, self.count_step, link)
-        try:
-            join = partial(_join, told.store, meetings[-1])
-            worker, cost, vocab_size = load(told.setup, rank, self._tell, join)
-        except HeadraceError as error:
-            self._tell(Failed(-1, ErrorInWords.of(error)))
-            raise
-        rank.serve(worker, cost, vocab_size, lambda step: None)  # steps are not broken off
-
-    def _tell(self, message: Up) -> None:
-        self._send(SAYS, encode(message))
+        join = partial(_join, start.store, meetings[-1])
+        serve(start.setup, self, link, lambda message: self._send(MESSAGE, encode(message)), join, _no_abort_checks)
 
     @property
     def has_message(self) -> bool:
@@ -307,17 +296,21 @@ class RankActor:
         return self._plans.recv()
 
     def count_step(self) -> None:
-        self._send(HAS_MADE_A_STEP)
+        self._send(STEP_DONE)
 
     def _send(self, kind: bytes, data: bytes = b"") -> None:
         self._plans.send_multipart([kind, data])
 
 
+def _no_abort_checks(worker: Worker) -> AbortChecks:
+    return lambda step: None
+
+
 class StageReader:
-    """From the stage before. What it sends waits here for as long as this stage is behind."""
+    """The socket from the stage before. Its messages wait here until this stage reads them."""
 
     def __init__(self, rank: int, address: str, keys: Keys) -> None:
-        """Raises RankLost if it cannot be reached."""
+        """Connect to the stage before. Raises RankLost if it cannot be reached."""
         self._rank = rank
         self._socket: Socket = zmq.Context.instance().socket(zmq.PULL)
         self._ends: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -327,10 +320,10 @@ class StageReader:
         self._socket.recv()
 
     def read(self) -> bytes:
-        """Raises RankLost if the connection is lost."""
+        """Wait for the next message, and return it. Raises RankLost if the connection is lost."""
         while not self._socket.poll(1000):
             if self._ends.poll(0):
-                time.sleep(SILENCE_SECONDS)  # that a rank has ended is the driver's to find, and to say which
+                time.sleep(SILENCE_SECONDS)  # if a rank has ended, the driver finds and reports it first
                 raise self._lost("has lost its connection to the stage before it")
         return b"".join(self._socket.recv_multipart())
 
@@ -339,29 +332,29 @@ class StageReader:
 
 
 class StageWriter:
-    """To all ranks of the stage behind."""
+    """The sockets to all ranks of the next stage."""
 
     def __init__(self, sockets: list[Socket]) -> None:
-        """Waits for them: who connects is let in by a thread here, which imports could keep from it for too long."""
+        """Wait for their connections now: a thread of this process admits them, and imports could delay it too long."""
         self._sockets = sockets
         for socket in sockets:
             socket.send(b"")
 
     def write(self, message: bytes, check: Callable[[], None]) -> None:
-        """There is always room."""
-        pieces = [message[start : start + PIECE] for start in range(0, len(message), PIECE)]
+        """Send a message. There is always room."""
+        parts = [message[start : start + PART_BYTES] for start in range(0, len(message), PART_BYTES)]
         for socket in self._sockets:
-            socket.send_multipart(pieces)
+            socket.send_multipart(parts)
 
 
 def _join(
     store: tuple[str, int] | None, meeting: Meeting, setup: RankSetup, options: WorkerOptions, files: ModelFiles
 ) -> Any:
-    if store is None:  # all of its stage are on this machine
+    if store is None:  # all ranks of the stage are on this machine
         setup.segment, setup.store = (os.open(path, os.O_RDWR) for path in (meeting.segment, meeting.store))
         return join_on_this_machine(setup, options, files)
     if library_for(files.config, options, resolve_device(options.device)) is not None:
-        allowed = "tensor ranks of the CPU library share a machine's memory, and these are on several machines"
+        allowed = "tensor ranks of the C++ library share a machine's memory, and these are on several machines"
         hint = "dtype=float32 works, or machines with room for as many ranks"
         raise ConfigError("tensor_parallel_size", setup.layout.tensor_parallel_size, allowed=allowed, hint=hint)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -371,15 +364,15 @@ def _join(
     return TorchCommunicator(TCPStore(*store), setup.layout, resolve_device(options.device))
 
 
-def _connected(told: Told, address: str) -> Socket:
+def _connected(start: RankStart, address: str) -> Socket:
     socket = zmq.Context().socket(zmq.DEALER)
-    socket.routing_id = name_of(told.setup.layout.rank)
-    connect(socket, address, told.keys)
+    socket.routing_id = name_of(start.setup.layout.rank)
+    connect(socket, address, start.keys)
     return socket
 
 
-def _end_with_driver(told: Told) -> NoReturn:
-    lifeline = _connected(told, told.lifeline)
+def _end_with_driver(start: RankStart) -> NoReturn:
+    lifeline = _connected(start, start.lifeline)
     lifeline.send(b"")
     while lifeline.poll(round(1000 * SILENCE_SECONDS)):
         lifeline.recv()

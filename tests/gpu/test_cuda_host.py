@@ -16,8 +16,7 @@ from gpu.kv_cache import GIB
 from gpu.model_loader import _warn_once, resolve_device
 from gpu.models.communicators import TorchCommunicator
 from gpu.parallel.messages import Group, RankSetup
-from gpu.parallel.rank import Rank
-from gpu.parallel.rank_main import load
+from gpu.parallel.rank_main import serve
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.worker import Worker
@@ -114,9 +113,8 @@ def test_a_rank_makes_its_device_the_current_one_before_it_meets_others(cards: p
         notes.append("join")
         raise Reached
 
-    rank = Rank(layout, None, lambda message: None, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(Reached):
-        load(setup, rank, lambda message: None, join)
+        serve(setup, None, None, lambda message: None, join, None)  # type: ignore[arg-type]
     assert notes == ["cuda:1", "join"]
 
 

@@ -31,7 +31,7 @@ for _ in range(messages):
     seen.update(ring.read())
     time.sleep(delay)
     ring.count_step()
-ring.leave_words("read it all")
+ring.leave_end_reason("read it all")
 os.write(out, seen.hexdigest().encode())
 """
 
@@ -44,7 +44,7 @@ class Readers:
         self._results: list[int] = []
         for index, delay in enumerate(delays):
             result, theirs = os.pipe()
-            memory, waker = ring.descriptors(index)
+            memory, waker = ring.memory, ring.wakers[index]
             arguments = [memory, waker, index, len(delays), messages, delay, theirs]
             self.processes.append(
                 subprocess.Popen([sys.executable, "-c", READER, *map(str, arguments)], pass_fds=(memory, waker, theirs))
@@ -82,7 +82,7 @@ def test_every_reader_gets_every_message_in_order_whatever_their_lengths_and_its
             ring.write(message)
         assert readers.digests() == [hashlib.sha256(b"".join(messages)).hexdigest()] * 3
     assert [ring.steps(index) for index in range(3)] == [len(messages)] * 3
-    assert ring.last_words(1) == "read it all"
+    assert ring.end_reason(1) == "read it all"
     ring.close()
 
 
@@ -121,7 +121,7 @@ def readers_behind(ring: RingWriter) -> bool:
 def test_what_was_not_written_to_its_end_is_never_read(messages: list[bytes], capacity: int, seed: int) -> None:
     """A writer may be cut off at any byte, or its writes be seen out of order: then the message is not there."""
     ring = RingWriter(1, capacity)
-    reader = RingReader(os.dup(ring.descriptors(0)[0]), ring.descriptors(0)[1], 0, 1)
+    reader = RingReader(os.dup(ring.memory), ring.wakers[0], 0, 1)
     chance = random.Random(seed)
     for message in messages:
         head = ring._head
@@ -151,7 +151,7 @@ def take_frame_now(reader: RingReader) -> None:
 
 def test_memory_is_taken_before_it_is_touched_and_where_there_is_none_that_is_said() -> None:
     ring = RingWriter(1)
-    made = os.fstat(ring.descriptors(0)[0])
+    made = os.fstat(ring.memory)
     assert 512 * made.st_blocks >= made.st_size > 2**22
     ring.close()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -169,7 +169,7 @@ def test_a_reader_with_nothing_to_read_takes_no_time() -> None:
         (process,) = readers.processes
         deadline, before = time.monotonic() + 60, -1
         # It may be seen in a call on the same descriptor while it still begins; who turned in a loop would never rest.
-        while (now := processor_time(process.pid)) != before or not is_asleep(process.pid, ring.descriptors(0)[1]):
+        while (now := processor_time(process.pid)) != before or not is_asleep(process.pid, ring.wakers[0]):
             assert time.monotonic() < deadline
             before = now
             time.sleep(0.5)

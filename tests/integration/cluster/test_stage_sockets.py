@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_messages_of_any_length_reach_every_rank_and_a_lost_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_ranks, "PIECE", 1000)
+    monkeypatch.setattr(ray_ranks, "PART_BYTES", 1000)
     monkeypatch.setattr(ray_ranks, "SILENCE_SECONDS", 0.0)
     with CurveServer("127.0.0.1") as server, ThreadPoolExecutor() as pool:
         bound = [server.bind(zmq.PUSH) for _ in range(2)]

@@ -126,7 +126,8 @@ class Admission:
         it may take the running slot that the longer one would have got."""
         if request.tenant != longer.tenant:
             return not is_scarce
-        return request.priority == longer.priority and not (is_scarce and longer.num_overtaken == MAX_OVERTAKEN)
+        is_equal = request.message.priority == longer.message.priority
+        return is_equal and not (is_scarce and longer.num_overtaken == MAX_OVERTAKEN)
 
     def waiting_for(self, most: int | None) -> Iterator[tuple[Request, WaitsFor]]:
         """Yield the first `most` waiting requests in order, each with the reason why it waits. Called between steps."""
@@ -220,13 +221,13 @@ def worst_ranked(table: RequestTable, candidates: Iterable[Request]) -> Request 
     """
     left = list(candidates)
     if len(left) > 1:
-        worst = max(request.precedence for request in left)
-        left = [request for request in left if request.precedence == worst]
+        worst = max(request.message.precedence for request in left)
+        left = [request for request in left if request.message.precedence == worst]
         above = table.shares.above_their_share(len(table.running))
         left = [request for request in left if request.tenant in above] or left
         tenant = max(left, key=lambda request: request.sequence_number).tenant
         left = [request for request in left if request.tenant == tenant]
-    return max(left, key=lambda request: (request.priority, request.sequence_number), default=None)
+    return max(left, key=lambda request: (request.message.priority, request.sequence_number), default=None)
 
 
 def bystander(table: RequestTable, only: Collection[str] | None) -> Request | None:
@@ -256,7 +257,7 @@ def who_makes_room(
         request
         for request in table.running.values()
         if request.tenant in above
-        and (newcomer.precedence, served) <= (request.precedence, shares.served(request.tenant))
+        and (newcomer.message.precedence, served) <= (request.message.precedence, shares.served(request.tenant))
         and request not in admitted
     )
     return worst_ranked(table, candidates)

@@ -243,7 +243,7 @@ class KVCacheManager:
         if self.tiers is not None:
             self.tiers.leave(request)
         block_ids = owned(request.block_ids) if self._has_windows else request.block_ids
-        if request.keeps_prefix:
+        if request.message.keeps_prefix:
             self.pool.keep(block_ids)
         self.pool.release(block_ids)
         request.block_ids = []
@@ -279,7 +279,7 @@ class KVCacheManager:
 
     def _root(self, request: Request) -> bytes:
         # The length keeps apart what a tenant's name and a client's salt could spell together.
-        tenant, salt = request.tenant.encode(), request.cache_salt.encode()
+        tenant, salt = request.tenant.encode(), request.message.cache_salt.encode()
         owner = len(tenant).to_bytes(4, "big") + tenant + salt
         return blake2b(owner, key=self._key, digest_size=_DIGEST_SIZE, person=b"tenant").digest()
 
@@ -320,7 +320,7 @@ class KVEventLog:
         kv, size = self._kv, self.size
         known = request.prefix_hashes
         if known is None or known.key != self.key:
-            known = request.prefix_hashes = PrefixHashes(self.key, size, request.tenant, request.cache_salt)
+            known = request.prefix_hashes = PrefixHashes(self.key, size, request.tenant, request.message.cache_salt)
         end = request.num_computed_tokens
         if kv.facts.prompt_form_differs:  # then no other prompt matches generated tokens
             end = min(end, request.num_prompt_tokens)

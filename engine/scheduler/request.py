@@ -6,12 +6,21 @@ Owned by the scheduler alone, on the engine's thread.
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import InitVar, dataclass, field
+
+import msgspec
 
 from engine.kv_events import PrefixHashes
-from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
+from engine.messages import (
+    EngineCoreRequest,
+    EventKind,
+    FinishReason,
+    Pooling,
+    RequestEvent,
+    SamplingParams,
+    TokenLogprobs,
+)
 from engine.plan import NO_BLOCK, NewRequestData
 from engine.snapshot import RequestSnapshot, WaitsFor
 from engine.structured.matchers import TokenMatcher
@@ -31,10 +40,6 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ERROR = 6
     FINISHED_EXPIRED = 7
 
-    @property
-    def is_finished(self) -> bool:
-        return self > RequestStatus.PREEMPTED
-
 
 FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
@@ -45,6 +50,7 @@ FINISH_REASONS = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The live state of one request. Two counters describe its progress: `num_computed_tokens` catches up with
     `num_tokens`.
@@ -54,98 +60,47 @@ class Request:
     identifies these tokens and everything before them; it is filled lazily, for full blocks only.
     """
 
-    __slots__ = (
-        "_ends",
-        "arrival_time",
-        "asked_tiers",
-        "block_hashes",
-        "block_ids",
-        "cache_salt",
-        "deadline",
-        "eos_token_ids",
-        "events",
-        "first_token_deadline",
-        "generates",
-        "grammar",
-        "is_complete",
-        "is_private",
-        "keeps_prefix",
-        "load",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_committed_blocks",
-        "num_computed_tokens",
-        "num_overtaken",
-        "num_preemptions",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "pooling",
-        "precedence",
-        "prefix_hashes",
-        "priority",
-        "request_id",
-        "room",
-        "sampling",
-        "sequence_number",
-        "status",
-        "stop_reason",
-        "tenant",
-        "tenant_max_running",
-        "tenant_weight",
-        "token_ids",
-    )
+    message: EngineCoreRequest  # without the prompt
+    sequence_number: int  # order of arrival at the core; breaks ties
+    eos_token_ids: Collection[int]
+    max_model_len: InitVar[int]
+    grammar: TokenMatcher | None = None
+    request_id: str = field(init=False)
+    tenant: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    generates: bool = field(init=False)  # False if the request wants only results of its prompt
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | None = None
+    is_complete: bool = False  # the grammar is complete: no token may follow
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    room: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    prefix_hashes: PrefixHashes | None = None  # of the chunks that KV events have reported
+    num_committed_blocks: int = 0
+    num_cached_tokens: int = 0
+    num_overtaken: int = 0  # times that a shorter request of its tenant took a running slot before it
+    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # positions whose log-probabilities have been sent
+    events: list[RequestEvent] = field(default_factory=list)  # not yet reported
+    asked_tiers: bool = False  # the tiers have been searched for the blocks beyond its cached prefix
+    load: Load | None = None  # that it waits for
+    _ends: frozenset[int] = field(init=False)
 
-    def __init__(
-        self,
-        message: EngineCoreRequest,
-        *,
-        sequence_number: int,
-        eos_token_ids: Iterable[int],
-        max_model_len: int,
-        grammar: TokenMatcher | None = None,
-    ) -> None:
-        sampling = message.sampling
-        self.request_id = message.request_id
-        self.sampling = sampling
-        self.precedence = message.precedence
-        self.priority = message.priority
-        self.pooling = message.pooling
-        self.tenant = message.tenant
-        self.cache_salt = message.cache_salt
-        self.tenant_weight = message.tenant_weight
-        self.tenant_max_running = message.tenant_max_running
-        self.deadline = math.inf if message.deadline is None else message.deadline
-        self.first_token_deadline = math.inf if message.first_token_deadline is None else message.first_token_deadline
-        self.arrival_time = message.arrival_time
-        self.sequence_number = sequence_number  # order of arrival at the core; breaks ties
+    def __post_init__(self, max_model_len: int) -> None:
+        message, sampling = self.message, self.message.sampling
+        self.message = msgspec.structs.replace(message, prompt_token_ids=[])
+        self.request_id, self.tenant, self.sampling = message.request_id, message.tenant, sampling
         self.token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        room = max_model_len - self.num_prompt_tokens
-        self.max_num_tokens = self.num_prompt_tokens + min(
-            room if sampling.max_tokens is None else sampling.max_tokens, room
-        )
-        self.generates = sampling.max_tokens != 0  # or the request wants only results of its prompt
-        self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        most = max_model_len if sampling.max_tokens is None else self.num_prompt_tokens + sampling.max_tokens
+        self.max_num_tokens = min(most, max_model_len)
+        self.generates = sampling.max_tokens != 0
+        self.eos_token_ids = frozenset(() if sampling.ignore_eos else self.eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
-        self.grammar = grammar
-        self.is_complete = False  # the grammar is complete: no token may follow
-        self.status = RequestStatus.WAITING
-        self.stop_reason: int | None = None
-        self.num_computed_tokens = 0
-        self.block_ids: list[int] = []
-        self.room = 0
-        self.block_hashes: list[bytes] = []
-        self.prefix_hashes: PrefixHashes | None = None  # of what was told of it
-        self.num_committed_blocks = 0
-        self.num_cached_tokens = 0
-        self.num_overtaken = 0  # times that a shorter request of its tenant took a running slot before it
-        self.num_preemptions = 0
-        self.num_prompt_logprobs = 0  # positions whose log-probabilities have been sent
-        self.events: list[RequestEvent] = []  # not yet reported
-        self.keeps_prefix = message.keeps_prefix
-        self.is_private = message.is_private
-        self.asked_tiers = False  # the tiers have been searched for the blocks beyond its cached prefix
-        self.load: Load | None = None  # that it waits for
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +113,7 @@ class Request:
     @property
     def reads_prefix_cache(self) -> bool:
         """True if blocks that other requests computed can be used. They have keys and values, but no hidden states."""
-        needs_all = self.sampling.prompt_logprobs is not None or self.pooling is Pooling.MEAN
+        needs_all = self.sampling.prompt_logprobs is not None or self.message.pooling is Pooling.MEAN
         return not needs_all or self.num_output_tokens > 0
 
     def may_decode_ahead(self, num_planned_tokens: int) -> bool:
@@ -183,7 +138,10 @@ class Request:
 
     def is_late(self, now: float) -> bool:
         """Return True if a deadline that still counts has passed."""
-        return now >= self.deadline or (self.num_output_tokens == 0 and now >= self.first_token_deadline)
+        last, first_token = self.message.deadline, self.message.first_token_deadline
+        if last is not None and now >= last:
+            return True
+        return first_token is not None and now >= first_token and self.num_output_tokens == 0
 
     def note(self, kind: EventKind, time: float, tokens: int) -> None:
         """Add an event to the timeline."""
@@ -252,8 +210,8 @@ class Request:
             num_computed_tokens=self.num_computed_tokens,
             block_ids=list(self.block_ids),
             sampling=self.sampling,
-            stop_token_ids=sorted(self.eos_token_ids.union(self.sampling.stop_token_ids)),
-            pooling=self.pooling,
+            stop_token_ids=sorted(self._ends),
+            pooling=self.message.pooling,
         )
 
     def snapshot(self, waits_for: WaitsFor | None = None) -> RequestSnapshot:
@@ -262,8 +220,8 @@ class Request:
             request_id=self.request_id,
             tenant=self.tenant,
             status=self.status.name.lower(),
-            priority=self.priority,
-            arrival_time=self.arrival_time,
+            priority=self.message.priority,
+            arrival_time=self.message.arrival_time,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_computed_tokens=self.num_computed_tokens,

@@ -7,7 +7,6 @@ steps in flight and the runner's rows change together. They do so here and nowhe
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Mapping
 
 from engine.messages import EventKind
@@ -44,7 +43,7 @@ class RequestTable:
         """Put an arrived request into the queue."""
         self.requests[request.request_id] = request
         self.num_grammars += request.sampling.restricts_tokens
-        self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
+        self.shares.arrive(request.tenant, request.message.tenant_weight, request.message.tenant_max_running)
         self.waiting.push(request)
 
     def start(self, request: Request, now: float) -> None:
@@ -127,8 +126,8 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def watch(self, request: Request) -> None:
-        for deadline in (request.first_token_deadline, request.deadline):
-            if deadline < math.inf:
+        for deadline in (request.message.first_token_deadline, request.message.deadline):
+            if deadline is not None:
                 heapq.heappush(self._heap, (deadline, request.request_id))
 
     def passed(self, now: float, living: Mapping[str, Request]) -> list[Request]:

@@ -247,7 +247,7 @@ class Scheduler:
         plan.add_prefill(first, budget - budget // 2, most)
         shorter = [each for each in behind if 2 * each[1] <= most]
         if shorter:
-            shorter.sort(key=lambda each: (each[0].precedence, self.shares.served(each[0].tenant), each[1]))
+            shorter.sort(key=lambda each: (each[0].message.precedence, self.shares.served(each[0].tenant), each[1]))
             for_waiting = plan.budget // 2 if self.waiting else 0
             plan.budget -= for_waiting
             self._plan_prefills(plan, shorter)

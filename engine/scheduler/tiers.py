@@ -217,7 +217,7 @@ class Tiers:
     def note_published(self, request: Request, start: int, end: int) -> None:
         """Add to the backlog the chunks that the published blocks `start` .. `end` - 1 complete, and missing chunks of
         the cached prefix, without which those could not be loaded. Behind a prompt's last one, mark all as used."""
-        if request.is_private or start == end:
+        if request.message.is_private or start == end:
             return
         kv, size = self._kv, self.tier.blocks_per_chunk
         for chunk in range(0 if start * kv.block_size == request.num_cached_tokens else start // size, end // size):

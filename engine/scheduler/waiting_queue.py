@@ -60,24 +60,24 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Add a request. A preempted one goes before all requests of the same tenant and priority that have not run,
         because it has waited its turn already."""
-        tenants = self._lines.setdefault(request.precedence, {})
+        tenants = self._lines.setdefault(request.message.precedence, {})
         insort(tenants.setdefault(request.tenant, []), request, key=_place)
         self._size += 1
 
     def remove(self, request: Request) -> None:
-        tenants = self._lines[request.precedence]
+        tenants = self._lines[request.message.precedence]
         line = tenants[request.tenant]
         del line[bisect_left(line, _place(request), key=_place)]
         if not line:
             del tenants[request.tenant]
             if not tenants:
-                del self._lines[request.precedence]
+                del self._lines[request.message.precedence]
         self._size -= 1
 
 
 def _place(request: Request) -> tuple[int, bool, int]:
     """Return the sort key among one tenant's requests, which does not change while a request waits."""
-    return request.priority, not request.num_preemptions, request.sequence_number
+    return request.message.priority, not request.num_preemptions, request.sequence_number
 
 
 # ------------------------------------------------------------------------------------------------------------- fairness

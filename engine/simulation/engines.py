@@ -60,7 +60,7 @@ class Replica:
             num_tokens = len(request.token_ids)
             most = min(most, request.max_num_tokens - num_tokens)
             num_keys += num_tokens
-            if num_tokens - request.num_computed_tokens != 1 or request.deadline < math.inf:
+            if num_tokens - request.num_computed_tokens != 1 or request.message.deadline is not None:
                 return 1
         most = min(most, (kv.pool.num_free // (len(running) * kv.num_groups) - 1) * kv.block_size)
         return self.executor.foresee(len(running), num_keys, most, horizon) if most > 1 else 1

@@ -251,7 +251,7 @@ async def test_a_snapshot_tells_of_requests_blocks_and_steps_what_is_so() -> Non
             each = shown[request_id]
             seen.add(each.status)
             assert each.status == request.status.name.lower()
-            assert (each.tenant, each.priority) == (request.tenant, request.priority)
+            assert (each.tenant, each.priority) == (request.tenant, request.message.priority)
             assert (each.num_prompt_tokens, each.num_output_tokens) == (30, request.num_output_tokens)
             assert each.num_computed_tokens == request.num_computed_tokens
             assert (each.num_blocks, each.num_preemptions) == (len(request.block_ids), request.num_preemptions)

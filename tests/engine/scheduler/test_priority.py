@@ -204,11 +204,14 @@ def test_whatever_priorities_tenants_give_those_who_always_have_work_are_served_
             served[owner[request_id]] += num_tokens if num_tokens > 1 else 0
         started = {new.request_id for new in plan.new_requests}
         for line in lines.values():
-            line.sort(key=lambda request: (request.priority, request.sequence_number))
+            line.sort(key=lambda request: (request.message.priority, request.sequence_number))
             assert not any(
                 later.request_id in started
                 and earlier.request_id not in started
-                and (later.priority != earlier.priority or later.num_prompt_tokens >= earlier.num_prompt_tokens)
+                and (
+                    later.message.priority != earlier.message.priority
+                    or later.num_prompt_tokens >= earlier.num_prompt_tokens
+                )
                 for earlier, later in pairwise(line)
             )
         assert max(served.values()) - min(served.values()) <= bound

@@ -9,7 +9,7 @@ from engine.core.core import EngineCore
 from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from engine.plan import SchedulerOutput
-from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
     assert_nothing_left,
@@ -46,7 +46,7 @@ def test_lifecycle_of_one_request_is_waiting_running_finished() -> None:
     core.add(make_request(range(10), "r", max_tokens=3))
     request = core.scheduler.requests["r"]
     trace = [(request.status.name, request.num_computed_tokens, request.num_tokens)]
-    while not request.status.is_finished:
+    while request.status not in FINISH_REASONS:
         core.step()
         trace.append((request.status.name, request.num_computed_tokens, request.num_tokens))
     assert trace == [

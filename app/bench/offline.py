@@ -1,38 +1,140 @@
-"""What the benchmarks without a client share: the model in this process, and the file of the result."""
+"""`headrace bench latency` and `headrace bench throughput`: the model in this process, without a server."""
 
 from __future__ import annotations
 
 import json
+import random
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
-from app.config.settings import Settings
+from app.config.settings import Settings, SettingsError
 from app.config.sources import Given, check_settings
 from app.library import LLM
+from app.workload.datasets import add_dataset_flags, check_positive, draw_requests, text_of, token_ids_of
+from app.workload.report import output_file
+from engine.messages import SamplingParams
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
+def add_latency_flags(parser: ArgumentParser) -> None:
+    """Add the flags of vLLM's `bench latency`."""
+    add = partial(parser.add_argument_group("batch").add_argument, type=int, metavar="N")
+    add("--input-len", default=32, help="Prompt tokens. Default: 32.")
+    add("--output-len", default=128, help="Tokens of each answer. Default: 128.")
+    add("--batch-size", default=8, help="Prompts. Default: 8.")
+    add("--n", default=1, help="Answers to each prompt. Default: 1.")
+    add("--num-iters-warmup", default=10, help="Batches before the measured ones. Default: 10.")
+    add("--num-iters", default=30, help="Measured batches. Default: 30.")
+    parser.add_argument("--output-json", type=output_file, metavar="FILE", help="Write the result.")
+
+
+def latency(settings: Settings, **given: Any) -> int:
+    """Generate for one batch again and again. The prefix cache is off unless a setting turns it on."""
+    options = Namespace(**given)
+    check_positive(options, "input_len", "output_len", "batch_size", "n", "num_iters")
+    input_len, output_len = options.input_len, options.output_len
+    llm = open_llm(settings, enable_prefix_caching=False, max_num_seqs=options.batch_size * options.n)
+    if input_len + output_len > (longest := llm.core.config.max_model_len):
+        raise SettingsError(
+            f"--output-len: got {output_len} and {input_len} prompt tokens; allowed: {longest} in sum (max_model_len)"
+        )
+    draw = random.Random(settings.seed or 0)
+    ids = range(llm.core.executor.vocab_size)
+    prompts: list[str | list[int]] = [draw.choices(ids, k=input_len) for _ in range(options.batch_size)]
+    sampling = SamplingParams(n=options.n, ignore_eos=True, max_tokens=output_len)
+    latencies = []
+    console = Console(stderr=True)
+    rounds = range(options.num_iters_warmup + options.num_iters)
+    for _ in track(rounds, "batches", console=console, disable=not console.is_terminal, transient=True):
+        started = time.perf_counter()
+        llm.generate(prompts, sampling, progress=False)
+        latencies.append(time.perf_counter() - started)
+    latencies = latencies[options.num_iters_warmup :]
+    mean, percentiles = statistics.fmean(latencies), percentiles_of(latencies)
+    num_tokens = options.batch_size * options.n * output_len
+    print(f"Mean latency: {mean:.4f} s, {num_tokens / mean:,.1f} output tokens/s")
+    for percent, seconds in percentiles.items():
+        print(f"p{percent}: {seconds:.4f} s")
+    result = {"model_id": settings.model, "avg_latency": mean, "latencies": latencies, "percentiles": percentiles}
+    write_json(options.output_json, result)
+    return 0
+
+
+def add_throughput_flags(parser: ArgumentParser) -> None:
+    """Add the flags of vLLM's `bench throughput`."""
+    add_dataset_flags(parser)
+    group = parser.add_argument_group("run")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="Answers to each prompt. Default: 1.")
+    group.add_argument("--output-json", type=output_file, metavar="FILE", help="Write the result.")
+
+
+def throughput(settings: Settings, *, n: int, output_json: Path | None, **given: Any) -> int:
+    """Generate for all prompts at once: token ids, or the texts of a file. Answers end at their length."""
+    options = Namespace(n=n, **given)
+    if options.dataset_name == "conversation":
+        raise SettingsError("--dataset-name: conversations need a server; try headrace bench serve")
+    check_positive(options, "n")
+    requests = draw_requests(options, seed=settings.seed or 0)
+    llm = open_llm(settings)
+    vocab_size = llm.core.executor.vocab_size
+    prompts: list[str | list[int]] = [
+        token_ids_of(request, vocab_size) if request.text is None else text_of(request) for request in requests
+    ]
+    sampling = [SamplingParams(n=n, ignore_eos=True, max_tokens=request.num_output_tokens) for request in requests]
+    started = time.perf_counter()
+    results = llm.generate(prompts, sampling)
+    seconds = time.perf_counter() - started
+    num_input = sum(len(result.prompt_token_ids) for result in results)
+    num_output = sum(len(choice.token_ids) for result in results for choice in result.choices)
+    num_asked = n * sum(request.num_output_tokens for request in requests)
+    result = {
+        "model_id": settings.model,
+        "elapsed_time": seconds,
+        "num_requests": len(requests),
+        "total_num_tokens": num_input + num_output,
+        "requests_per_second": len(requests) / seconds,
+        "tokens_per_second": (num_input + num_output) / seconds,
+        "total_output_tokens": num_output,
+        "requested_output_tokens": num_asked,
+        "output_tokens_per_second": num_output / seconds,
+    }
+    print(
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, {result['tokens_per_second']:,.1f} total "
+        f"tokens/s, {result['output_tokens_per_second']:,.1f} output tokens/s"
+    )
+    print(f"Prompt tokens: {num_input:,}\nOutput tokens: {num_output:,}")
+    if num_output < num_asked:
+        print(
+            f"Answers were cut at the context of {llm.core.config.max_model_len:,} tokens (max_model_len): "
+            f"{num_asked:,} output tokens were asked for."
+        )
+    write_json(output_json, result)
+    return 0
+
+
 def open_llm(settings: Settings, **unless_given: Any) -> LLM:
     """Load the model with these settings; `unless_given` are the values of settings that were not given."""
-    others = {name: value for name, value in unless_given.items() if name not in settings.model_fields_set}
-    return LLM.of(check_settings({n: Given(v, n) for n, v in others.items()} | given_of(settings)))
-
-
-def given_of(settings: Settings) -> dict[str, Given]:
-    """Return the settings that were given, as `check_settings` takes them."""
-    return {name: Given(getattr(settings, name), name) for name in settings.model_fields_set}
+    given = {name: value for name, value in unless_given.items() if name not in settings.model_fields_set}
+    given |= {name: getattr(settings, name) for name in settings.model_fields_set}
+    return LLM.of(check_settings({name: Given(value, name) for name, value in given.items()}))
 
 
 def percentiles_of(seconds: list[float]) -> dict[str, float]:
-    """By percent, as vLLM's benchmarks write them."""
+    """Return percentiles by percent, as vLLM's benchmarks write them."""
     return dict(zip(map(str, PERCENTILES), np.percentile(seconds, PERCENTILES).tolist(), strict=True))
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Write a result where one is wanted."""
+    """Write the result if a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         print(f"Result: {path}")

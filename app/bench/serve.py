@@ -23,8 +23,8 @@ from app.config.settings import Settings, SettingsError
 from app.config.sources import env_name
 from app.simulate.driver import simulate
 from app.simulate.machine import Machine, machine_of, read_machine
-from app.workload.datasets import WorkloadRequest, add_workload_flags, workload
-from app.workload.report import METRICS, SLO_METRICS, RequestRecord, output_file, per_request, statistics, summarize
+from app.workload.datasets import WorkloadRequest, add_workload_flags, check_positive, workload
+from app.workload.report import METRICS, RequestRecord, output_file, parse_goodput, per_request, statistics, summarize
 
 # What each backend of vLLM's asks. Both are OpenAI's API, which many servers speak.
 ENDPOINTS = {
@@ -32,37 +32,46 @@ ENDPOINTS = {
     **dict.fromkeys(("openai-chat", "vllm-chat"), "/v1/chat/completions"),
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-# Of vLLM's client, which needs a tokenizer. Scripts that give them go on working.
-IGNORED = ("--tokenizer", "--tokenizer-mode")
-IGNORED_SWITCHES = ("--trust-remote-code", "--skip-tokenizer-init")
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Those of vLLM's, and `--html` and `--request-timeout`."""
+    """Add the flags of vLLM's `bench serve` and our own."""
     server = parser.add_argument_group("server")
     add = partial(server.add_argument, default=None)
-    add("--backend", "--endpoint-type", choices=list(ENDPOINTS), default="openai", help="Which API. Default: openai.")
+    add("--backend", choices=list(ENDPOINTS), default="openai", help="Which API. Default: openai.")
     add("--base-url", metavar="URL", help="Where the server is, http or https. Default: --host and --port.")
     add("--host", default="127.0.0.1", help="Default: 127.0.0.1.")
     add("--port", type=int, default=8000, help="Default: 8000.")
     add("--endpoint", metavar="PATH", help="Default: /v1/completions or /v1/chat/completions, by --backend.")
     add("--header", metavar="KEY=VALUE", nargs="*", default=[], help="Sent with each request.")
-    add("--model", help="Default: the first that the server names.")
+    add("--model", help="Default: the first that the server lists.")
+    add("--tokenizer", metavar="X", help="Accepted for vLLM's scripts; has no effect, since no tokenizer is needed.")
     add("--served-model-name", metavar="NAME", help="What the API calls --model.")
     add("--insecure", action="store_true", default=False, help="Do not verify the certificate.")
     add("--ready-check-timeout-sec", type=float, default=0.0, metavar="S",
-        help="Wait for so long until the server has started. Default: 0.")  # fmt: skip
+        help="Seconds to wait for a server that is still starting. Default: 0.")  # fmt: skip
     add_workload_flags(parser)
     load = parser.add_argument_group("load")
     add = partial(load.add_argument, default=None)
-    add("--max-concurrency", type=int, metavar="N", help="Requests under way at a time. Default: no limit.")
+    add("--max-concurrency", type=int, metavar="N", help="Requests at a time. Default: no limit.")
     add("--num-warmups", type=int, default=0, metavar="N", help="Requests before the run that do not count.")
-    add("--request-timeout", type=float, default=3600.0, metavar="S", help="A request fails after it. Default: 3600.")
-    add("--seed", type=int, default=0, help="Of the workload. Default: 0.")
-    add("--request-id-prefix", metavar="TEXT", help="Of the x-request-id of each request. Default: drawn.")
+    add(
+        "--request-timeout",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="A request fails after S seconds. Default: 3600.",
+    )
+    add("--seed", type=int, default=0, help="Seed of the workload. Default: 0.")
+    add("--request-id-prefix", metavar="TEXT", help="Begins the x-request-id of each request. Default: random.")
     body = parser.add_argument_group("request")
     add = partial(body.add_argument, default=None)
-    add("--ignore-eos", action="store_true", default=False, help="Answers end at their length. So with random prompts.")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        default=False,
+        help="Answers end only at their length, as always with random prompts.",
+    )
     add("--logprobs", type=int, metavar="N", help="Log-probabilities per token.")
     for name in SAMPLING:
         kind = int if name == "top_k" else float
@@ -74,29 +83,29 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--metric-percentiles", default="50,90,99", metavar="LIST", help="Default: 50,90,99.")
     add("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Objectives, such as ttft:500 tpot:50 e2el:5000.")
     add("--save-result", action="store_true", default=False, help="Write the result as JSON.")
-    add("--save-detailed", action="store_true", default=False, help="With lists of what each request saw.")
+    add(
+        "--save-detailed",
+        action="store_true",
+        default=False,
+        help="Write the result with lists of figures per request.",
+    )
     add("--append-result", action="store_true", default=False, help="Add to the file instead of replacing it.")
-    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="Default: here.")
-    add("--result-filename", metavar="NAME", help="Default: made of backend, rate, model and time.")
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="Default: the current one.")
+    add("--result-filename", metavar="NAME", help="Default: backend, rate, model and time.")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Kept with the result.")
-    add("--label", help="Begins the file's name. Default: the backend.")
+    add("--label", help="Begins the file name. Default: the backend.")
     add("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
     add("--predict", nargs="?", const="", metavar="FILE",
-        help="Add what the simulator says of the same workload, from the step costs that the server tells at "
-        "/server_info to the key in HEADRACE_ADMIN_KEYS, or of a file with that.")  # fmt: skip
+        help="Add the simulator's figures for the same workload. Step costs come from /server_info, read with the "
+        "key in HEADRACE_ADMIN_KEYS, or from a file.")  # fmt: skip
     add("--disable-tqdm", action="store_true", default=False, help="Show no progress.")
-    ignored = parser.add_argument_group("accepted without effect")
-    for name in IGNORED:
-        ignored.add_argument(name, metavar="X", help="No tokenizer is needed here.")
-    for name in IGNORED_SWITCHES:
-        ignored.add_argument(name, action="store_true")
 
 
 def run(**given: Any) -> int:
-    """Exit code 0, or 1 if nothing was answered. Raises SettingsError for flags that make no sense together."""
+    """Return exit code 0, or 1 if no request succeeded. Raises SettingsError for flags that exclude each other."""
     import uvloop
 
-    from app.workload.rendering import print_result, progress
+    from app.workload.rendering import page, print_result, progress
 
     options = Namespace(**given)
     check = _Checked(options)
@@ -112,8 +121,6 @@ def run(**given: Any) -> int:
         result |= predict(requests, machine, settings, result, options.max_concurrency)
     print_result(result)
     if options.html:
-        from app.workload.rendering import page
-
         options.html.write_text(page(result, records), encoding="utf-8")
         print(f"Plots: {options.html}")
     if options.save_result or options.append_result or options.save_detailed:
@@ -122,29 +129,30 @@ def run(**given: Any) -> int:
 
 
 class _Checked:
-    """What is written in one flag and means several things. Raises SettingsError."""
+    """Parsed values of flags that hold lists or pairs. Raises SettingsError."""
 
     def __init__(self, options: Namespace) -> None:
-        self.slo = {name: _number("--goodput", value) for name, value in _pairs("--goodput", options.goodput, ":")}
+        self.slo = parse_goodput(options.goodput)
         self.metrics = options.percentile_metrics.split(",")
-        self.percentiles = [_number("--metric-percentiles", part) for part in options.metric_percentiles.split(",")]
+        try:
+            self.percentiles = [float(part) for part in options.metric_percentiles.split(",")]
+        except ValueError:
+            self.percentiles = [-1.0]
         self.headers = dict(_pairs("--header", options.header, "="))
         self.metadata = dict(_pairs("--metadata", options.metadata, "="))
-        for flag, given, known in (
-            ("--goodput", list(self.slo), SLO_METRICS),
-            ("--percentile-metrics", self.metrics, METRICS),
-        ):
-            if wrong := [name for name in given if name not in known]:
-                raise SettingsError(f"{flag}: got {wrong[0]!r}; allowed: {', '.join(known)}")
+        if wrong := [name for name in self.metrics if name not in METRICS]:
+            raise SettingsError(f"--percentile-metrics: got {wrong[0]!r}; allowed: {', '.join(METRICS)}")
         if not all(0 <= percent <= 100 for percent in self.percentiles):
-            raise SettingsError("--metric-percentiles: allowed: 0 to 100. A value that works: 50,90,99")
+            raise SettingsError(
+                f"--metric-percentiles: got {options.metric_percentiles}; allowed: 0 to 100, such as 50,90,99"
+            )
         if options.extra_body.get("n") not in (None, 1):
             raise SettingsError(
                 f"--extra-body: got n={options.extra_body['n']!r}; allowed: 1, because "
                 "inter-token latency is measured on one answer"
             )
-        if options.max_concurrency is not None and options.max_concurrency < 1:
-            raise SettingsError(f"--max-concurrency: got {options.max_concurrency}; allowed: at least 1")
+        if options.max_concurrency is not None:
+            check_positive(options, "max_concurrency")
         if not 0 < options.request_timeout < math.inf:
             raise SettingsError(f"--request-timeout: got {options.request_timeout}; allowed: seconds, more than 0")
         if options.save_result or options.append_result or options.save_detailed:
@@ -172,7 +180,7 @@ async def _measure(
     requests: Sequence[WorkloadRequest],
     on_answer: Callable[[RequestRecord], None],
 ) -> tuple[list[RequestRecord], dict[str, Any], Any]:
-    """The records, what else is to be said of the run, and what `--predict` simulates."""
+    """Return the records, further figures of the run, and the machine and settings that `--predict` simulates."""
     allow_open_files()
     url = options.base_url or f"http://{options.host}:{options.port}"
     pool = ConnectionPool(url, check.headers, verify=not options.insecure, timeout=options.request_timeout)
@@ -203,7 +211,7 @@ async def _measure(
 
 
 async def _wait_until_ready(pool: ConnectionPool, seconds: float) -> None:
-    """Until it listens and names its models. Raises SettingsError for one that nobody hears in time."""
+    """Wait until the server lists its models. Raises SettingsError if it does not listen in time."""
     given_up = time.monotonic() + seconds
     while True:
         late = time.monotonic() >= given_up
@@ -222,18 +230,17 @@ async def _first_model(pool: ConnectionPool) -> str:
     try:
         return str(answer["data"][0]["id"])
     except (TypeError, LookupError) as error:
-        raise SettingsError("--model: the server names none at /v1/models; say which") from error
+        raise SettingsError("--model: the server lists none at /v1/models; give the name") from error
 
 
 def _conditions(options: Namespace, check: _Checked) -> dict[str, Any]:
-    """Under which the result was found."""
+    """Return the conditions of the run, as vLLM's client writes them."""
     names = ["burstiness", "max_concurrency", "num_prompts", "dataset_name", "seed"]
     if options.ramp_up_strategy is not None:
         names += ["ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"]
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
-        "endpoint_type": options.backend,
-        "backend": options.backend,
+        **dict.fromkeys(("endpoint_type", "backend"), options.backend),
         "label": options.label,
         "tokenizer_id": options.tokenizer,
         **check.metadata,
@@ -243,7 +250,7 @@ def _conditions(options: Namespace, check: _Checked) -> dict[str, Any]:
 
 
 def _save(options: Namespace, result: dict[str, Any]) -> Path:
-    """JSON on one line, in the file whose name vLLM's client would choose."""
+    """Write JSON on one line to the file that vLLM's client would name, and return its path."""
     load = f"{options.request_rate}qps"
     if options.ramp_up_strategy is not None:
         load = f"ramp-up-{options.ramp_up_strategy}-{options.ramp_up_start_rps}qps-{options.ramp_up_end_rps}qps"
@@ -273,15 +280,8 @@ def _json_object(text: str) -> dict[str, Any]:
     raise ArgumentTypeError(f'got {text!r}; allowed: a JSON object, such as {{"guided_regex": "a+"}}')
 
 
-def _number(flag: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise SettingsError(f"{flag}: got {text!r}; allowed: a number") from None
-
-
 # -------------------------------------------------------------------------------------------------------------- predict
-# `--predict`: what the simulator says of the same workload, and how far from the truth each figure is.
+# `--predict`: the simulator's figures for the same workload, and their errors.
 
 
 COMPARED = (
@@ -291,18 +291,18 @@ COMPARED = (
 
 
 def simulated_machine(server_info: Any, file: str) -> tuple[Machine, Settings]:
-    """What is simulated: of the file, else what the server says of itself. Raises SettingsError."""
+    """Return the machine and settings of the file, or else those that the server reports. Raises SettingsError."""
     if file:
         return read_machine(Path(file), Settings(), flag="--predict")
     if not isinstance(server_info, dict) or not server_info.get("step_cost"):
         raise SettingsError(
-            "--predict: the server does not tell what its steps cost. Headrace does at /server_info, to one of its "
-            "admin_keys: put it into HEADRACE_ADMIN_KEYS. Or name a file with the answer: --predict FILE"
+            "--predict: the server does not report its step costs. Headrace reports them at /server_info to holders of "
+            "an admin key: put one of its admin_keys into HEADRACE_ADMIN_KEYS, or give --predict FILE with the answer"
         )
     try:
         return machine_of(server_info, Settings())
     except ValueError as error:
-        raise SettingsError(f"--predict: what the server says of itself is wrong: {error}") from None
+        raise SettingsError(f"--predict: the server's /server_info cannot be used: {error}") from None
 
 
 def predict(
@@ -312,29 +312,28 @@ def predict(
     result: Mapping[str, Any],
     max_concurrency: int | None,
 ) -> dict[str, Any]:
-    """`predicted`, by key of the result, and `prediction_error`: predicted over measured, minus 1."""
-    told = simulate(requests, machine, settings, max_concurrency=max_concurrency).result(
-        percentiles=(90, 99), began=0.0
-    )
-    predicted = {key: told[key] for key in COMPARED}
+    """Return `predicted`, by key of the result, and `prediction_error`: predicted over measured, minus 1."""
+    outcome = simulate(requests, machine, settings, max_concurrency=max_concurrency)
+    simulated = outcome.result(percentiles=(90, 99), began=0.0)
+    predicted = {key: simulated[key] for key in COMPARED}
     errors = {key: value / result[key] - 1 for key, value in predicted.items() if result.get(key)}
     return {"predicted": predicted, "prediction_error": errors}
 
 
 # ------------------------------------------------------------------------------------------------------------ timelines
-# What a server of this kind says of the same requests: where the time went, and where client and server disagree.
+# Comparison with the timelines of a Headrace server: where the time went, and where client and server disagree.
 
 
-MAX_LOOKUPS = 200  # of a run, evenly spread over the last that the server may remember
-REMEMBERED = 1000
+REMEMBERED = 1000  # timelines that a server may keep
+MAX_LOOKUPS = 200  # of a run, evenly spread over those
 _BEFORE_FIRST_TOKEN = ("receive", "tokenize", "queue", "prefill")
 
 
 async def compare_with_server(pool: ConnectionPool, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Client's minus server's TTFT and time of the whole request; nothing where the server keeps no timelines.
+    """Return client minus server figures of TTFT and end-to-end latency, and the server's times of each segment. Return
+    nothing if the server keeps no timelines.
 
-    The difference of TTFT is the network, the sending and what the client itself adds. The server's medians of each
-    segment say what a first token waits for.
+    The difference of TTFT is the network, the sending and what the client itself adds.
     """
     done = [record for record in records if not record.error][-REMEMBERED:]
     overheads: dict[str, list[float]] = {"ttft_overhead": [], "e2el_overhead": []}
@@ -346,7 +345,7 @@ async def compare_with_server(pool: ConnectionPool, records: Sequence[RequestRec
             seconds = {str(segment["name"]): float(segment["seconds"]) for segment in timeline["segments"]}
             whole, num_output_tokens = float(timeline["seconds"]), timeline["output_tokens"]
         except (TypeError, LookupError, ValueError):
-            break  # another server, or it has forgotten
+            break  # another kind of server, or the timeline is no longer kept
         overheads["ttft_overhead"].append(record.ttft - sum(seconds.get(name, 0.0) for name in _BEFORE_FIRST_TOKEN))
         overheads["e2el_overhead"].append(record.end_time - record.start_time - whole)
         disagreeing += num_output_tokens != record.num_output_tokens

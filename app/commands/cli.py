@@ -139,13 +139,17 @@ class Command(NamedTuple):
 
     @classmethod
     def at(cls, module: str, summary: str, **more: Any) -> Command:
-        """A module's `run` and `add_flags`, imported when the command is asked for."""
-        return cls(
-            lambda *settings, **own: import_module(module).run(*settings, **own),
-            summary,
-            lambda parser: import_module(module).add_flags(parser),
-            **more,
-        )
+        """`run` and `add_flags` of a module, or "module:name" for `name` and `add_name_flags`. The module is imported
+        when its command is asked for."""
+        module, _, name = module.partition(":")
+
+        def run(*settings: Settings, **own: Any) -> int:
+            return int(getattr(import_module(module), name or "run")(*settings, **own))
+
+        def add_flags(parser: ArgumentParser) -> None:
+            getattr(import_module(module), f"add_{name}_flags" if name else "add_flags")(parser)
+
+        return cls(run, summary, add_flags, **more)
 
 
 class CommandGroup(NamedTuple):
@@ -184,9 +188,13 @@ COMMANDS: dict[str, Command | CommandGroup] = {
         "Measure a server, or the model without one.",
         {
             "serve": Command.at("app.bench.serve", "Measure a server over HTTP.", takes_settings=False),
-            "latency": Command.at("app.bench.latency", "Time one batch, without a server.", in_help=OF_THE_ENGINE),
+            "latency": Command.at(
+                "app.bench.offline:latency", "Time one batch, without a server.", in_help=OF_THE_ENGINE
+            ),
             "throughput": Command.at(
-                "app.bench.throughput", "Generate for many prompts at once, without a server.", in_help=OF_THE_ENGINE
+                "app.bench.offline:throughput",
+                "Generate for many prompts at once, without a server.",
+                in_help=OF_THE_ENGINE,
             ),
             "startup": Command.at("app.bench.startup", "Start servers, cold and warm.", in_help=OF_THE_ENGINE),
         },

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from app.config.settings import Settings, SettingsError
 from app.serving.step_cost_file import difference, latest
-from app.simulate.driver import Outcome, simulate
+from app.simulate.driver import Outcome, Recording, simulate
 from app.simulate.machine import FIXED, read_machine, with_settings
 from app.workload.datasets import WorkloadRequest, add_workload_flags, read_trace, scaled, workload
-from app.workload.rendering import print_result
-from app.workload.report import METRICS, output_file, per_request
+from app.workload.rendering import page, print_result
+from app.workload.report import METRICS, output_file, parse_goodput, per_request
 from engine.simulation.simulation import Outage
 
-SHOWN = {  # of a sweep, by the title of the column
+SHOWN = {  # columns of a sweep's table: title and key of the result
     "requests/s": "request_throughput",
     "tokens/s": "output_throughput",
     "TTFT p50 ms": "p50_ttft_ms",
@@ -44,53 +44,36 @@ ROUTES = ("prefix", "load", "round-robin", "random")
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Besides the settings, which are the server's own."""
-    group = parser.add_argument_group("what is simulated")
-    group.add_argument(
-        "--table",
-        type=Path,
-        metavar="FILE",
-        help="JSON of step costs: what a server answers to GET /server_info, what loadtest.gpu_bench wrote, or a "
-        "table alone. Settings that the server tells there hold where none is given. Default: what the last engine "
-        "of this model has measured on this machine.",
-    )
-    group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
-    group.add_argument("--replicas", type=int, metavar="N", help="Engines that share the load. Default: the server's.")
-    group.add_argument(
-        "--route", choices=ROUTES, default="prefix", help="How they share it. Default: prefix, as the server does."
-    )
+    """Add the flags besides the settings, which are the server's own."""
+    add = parser.add_argument_group("machine").add_argument
+    add("--table", type=Path, metavar="FILE",
+        help="JSON of step costs: the answer of GET /server_info, the result of loadtest.gpu_bench, or a table alone. "
+        "Its settings apply where none is given. Default: the latest measurement of this model here.")  # fmt: skip
+    add("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
+    add("--replicas", type=int, metavar="N", help="Engines that share the load. Default: the server's.")
+    add("--route", choices=ROUTES, default="prefix", help="How they share it. Default: prefix, as the server does.")
     add_workload_flags(parser)
     parser.set_defaults(num_prompts=None)  # 1,000, or all of a trace
-    group = parser.add_argument_group("load")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="A recorded load instead: see docs/simulator.md.")
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="Requests under way at a time.")
-    group = parser.add_argument_group("what if")
-    group.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="NAME=V,V",
-        help="A run for each value of a setting, num_blocks, max_concurrency or a flag of the workload; several: for "
-        "each combination.",
-    )
-    group.add_argument(
-        "--outage",
-        action="append",
-        default=[],
-        metavar="START:SECONDS:N",
-        help="The first N of the replicas are lost at this time, and back after so many seconds with empty caches.",
-    )
-    group.add_argument("--find", choices=("rate",), help="The highest request rate that keeps --slo.")
-    group.add_argument("--slo", metavar="LIST", help="In seconds, such as ttft_p99=0.5,itl_p99=0.05.")
-    group = parser.add_argument_group("result")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Such as ttft:500 tpot:50.")
-    group.add_argument("--json", type=output_file, metavar="FILE", help="Write the result, with what each request saw.")
-    group.add_argument("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
-    group.add_argument("--record", type=output_file, metavar="FILE", help="Write frames that the dashboard plays.")
+    add = parser.add_argument_group("load").add_argument
+    add("--trace", type=Path, metavar="FILE", help="A recorded load instead of a workload: see docs/simulator.md.")
+    add("--max-concurrency", type=int, metavar="N", help="Requests at a time. Default: no limit.")
+    add = parser.add_argument_group("what if").add_argument
+    add("--sweep", action="append", default=[], metavar="NAME=V,V",
+        help="One run for each value of a setting, num_blocks, max_concurrency or a flag of the workload; several "
+        "sweeps give all combinations.")  # fmt: skip
+    add("--outage", action="append", default=[], metavar="START:SECONDS:N",
+        help="The first N replicas fail at START and are back SECONDS later with empty caches.")  # fmt: skip
+    add("--find", choices=("rate",), help="Find the highest request rate that keeps --slo.")
+    add("--slo", metavar="LIST", help="In seconds, such as ttft_p99=0.5,itl_p99=0.05.")
+    add = parser.add_argument_group("result").add_argument
+    add("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Objectives, such as ttft:500 tpot:50.")
+    add("--json", type=output_file, metavar="FILE", help="Write the result with lists of figures per request.")
+    add("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
+    add("--record", type=output_file, metavar="FILE", help="Write frames that the dashboard plays.")
 
 
 class Case:
-    """One set of flags: what `simulate` needs of it. Raises SettingsError."""
+    """The parsed flags of one run. Raises SettingsError."""
 
     def __init__(self, settings: Settings, options: Namespace, changes: Mapping[str, str] | None = None) -> None:
         self.options = Namespace(**vars(options))
@@ -98,7 +81,7 @@ class Case:
         for name, text in own.items():
             self._set(name, text)
         if wrong := next((name for name in changes or {} if name not in own and name not in OBEYED), None):
-            reason = "the steps of --table were measured with one value of it" if wrong in FIXED else "it has no effect"
+            reason = "--table was measured with one value of it" if wrong in FIXED else "it has no effect here"
             raise SettingsError(f"--sweep: got {wrong}; {reason}. Settings that are simulated: {', '.join(OBEYED)}")
         if self.options.trace is not None:
             _check_beside_trace(self.options)
@@ -110,12 +93,10 @@ class Case:
                 raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {most}")
         if self.options.route not in ROUTES:  # by a sweep
             raise SettingsError(f"--route: got {self.options.route}; allowed: {', '.join(ROUTES)}")
-        self.outages = [
-            _outage(text, self.options.replicas or self.settings.data_parallel_size) for text in options.outage
-        ]
-        self.settings = with_settings(
-            self.settings, {name: text for name, text in (changes or {}).items() if name not in own}
-        )
+        size = self.options.replicas or self.settings.data_parallel_size
+        self.outages = [_outage(text, size) for text in options.outage]
+        swept = {name: text for name, text in (changes or {}).items() if name not in own}
+        self.settings = with_settings(self.settings, swept)
 
     def _set(self, name: str, text: str) -> None:
         known = [each for each in vars(self.options) if each not in _NOT_SWEPT]
@@ -129,7 +110,7 @@ class Case:
             raise SettingsError(f"--sweep: {name}: got {text!r}; allowed: a number") from None
 
     def requests(self, rate: float | None = None, seed: int | None = None) -> list[WorkloadRequest]:
-        """What is sent, at this rate if one is given."""
+        """Return the workload or trace. A given rate replaces its own."""
         if self.options.trace is not None:
             recorded = read_trace(self.options.trace)[: self.options.num_prompts]
             rate = self.options.request_rate if rate is None else rate
@@ -140,18 +121,9 @@ class Case:
         return workload(options, seed=self.settings.seed if seed is None else seed)
 
     def run(self, requests: Sequence[WorkloadRequest], watch: Any = None) -> Outcome:
-        """The outcome of these requests."""
-        concurrency = self.options.max_concurrency
-        return simulate(
-            requests,
-            self.machine,
-            self.settings,
-            max_concurrency=concurrency,
-            replicas=self.options.replicas,
-            route=self.options.route,
-            outages=self.outages,
-            watch=watch,
-        )
+        """Simulate these requests and return the outcome."""
+        flags = {name: getattr(self.options, name) for name in ("max_concurrency", "replicas", "route")}
+        return simulate(requests, self.machine, self.settings, outages=self.outages, watch=watch, **flags)
 
 
 def _workload_defaults() -> dict[str, Any]:
@@ -175,49 +147,33 @@ def _check_beside_trace(options: Namespace) -> None:
         raise SettingsError(f"--num-prompts: got {options.num_prompts}; allowed: at least 1")
 
 
-_NOT_SWEPT = frozenset(
-    (
-        "table",
-        "trace",
-        "sweep",
-        "outage",
-        "find",
-        "slo",
-        "goodput",
-        "json",
-        "html",
-        "record",
-        "dataset_path",
-        "dataset_name",
-    )
+_NOT_SWEPT = (
+    *("table", "trace", "sweep", "outage", "find", "slo", "goodput", "json", "html", "record"),
+    *("dataset_path", "dataset_name"),
 )
 
 
 def run(settings: Settings, **given: Any) -> int:
-    """Exit code 0, or 1 if nothing was answered. Raises SettingsError."""
+    """Return exit code 0, or 1 if no request succeeded. Raises SettingsError."""
     options = Namespace(**given)
     if options.table is None:
         options.table = _latest_table(settings)
     if (options.find is None) != (options.slo is None):
         raise SettingsError("--find and --slo go together. What works: --find rate --slo ttft_p99=0.5,itl_p99=0.05")
     several = "--find" if options.find is not None else "--sweep" if options.sweep else None
-    unwritten = (
-        ("html", "record", "goodput") if several == "--sweep" else ("html", "record", "goodput", "json", "sweep")
-    )
-    if several and (wrong := next((name for name in unwritten if getattr(options, name)), None)):
+    unused = ("html", "record", "goodput", *(() if several == "--sweep" else ("json", "sweep")))
+    if several and (wrong := next((name for name in unused if getattr(options, name)), None)):
         raise SettingsError(f"--{wrong}: {several} makes many runs; allowed: one run. Leave out one of them")
     if options.find is not None:
         return _find(Case(settings, options))
     if options.sweep:
         return _sweep(settings, options)
-    slo = _objectives(options.goodput)
+    slo = parse_goodput(options.goodput)
     case = Case(settings, options)
     requests = case.requests()
     with ExitStack() as scope:
         watch = None
         if options.record is not None:
-            from app.simulate.driver import Recording
-
             watch = Recording(scope.enter_context(options.record.open("wb"))).watch
         outcome = case.run(requests, watch)
     result = _conditions(case, len(requests)) | outcome.result(slo=slo)
@@ -236,8 +192,6 @@ def run(settings: Settings, **given: Any) -> int:
             f"{result['num_placed_again']:,} placed again"
         )
     if options.html is not None:
-        from app.workload.rendering import page
-
         options.html.write_text(page(result, outcome.records), encoding="utf-8")
     if options.json is not None:
         options.json.write_text(json.dumps(result | per_request(outcome.records)), encoding="utf-8")
@@ -247,8 +201,8 @@ def run(settings: Settings, **given: Any) -> int:
 def _latest_table(settings: Settings) -> Path:
     if (path := latest(settings)) is None:
         raise SettingsError(
-            f"--table: no engine of {settings.model_names[0]} has measured here what its steps cost. Start `headrace "
-            "serve` once, or name a file: what a server answers to GET /server_info"
+            f"--table: there are no measured step costs of {settings.model_names[0]} on this machine. Start `headrace "
+            "serve` once, or give a file with a server's answer to GET /server_info"
         )
     when = datetime.fromtimestamp(path.stat().st_mtime)
     print(f"Step costs of {settings.model_names[0]}: {path}, of {when:%Y-%m-%d %H:%M}")
@@ -271,19 +225,6 @@ def _conditions(case: Case, num_requests: int) -> dict[str, Any]:
     }
 
 
-def _objectives(given: Sequence[str]) -> dict[str, float]:
-    limits = {}
-    for text in given:
-        name, _, value = text.partition(":")
-        try:
-            limits[name] = float(value)
-        except ValueError:
-            name = ""
-        if name not in ("ttft", "tpot", "e2el"):
-            raise SettingsError(f"--goodput: got {text!r}; allowed: ttft, tpot or e2el, a colon, milliseconds")
-    return limits
-
-
 def _outage(text: str, replicas: int) -> Outage:
     try:
         start, seconds, number = (float(part) for part in text.split(":"))
@@ -291,8 +232,8 @@ def _outage(text: str, replicas: int) -> Outage:
         start = seconds = number = math.nan
     if not (0 <= start < math.inf and 0 < seconds < math.inf and number in range(1, replicas)):
         raise SettingsError(
-            f"--outage: got {text!r}; allowed: START:SECONDS:N with fewer replicas than there are. What works, of 3 "
-            "replicas: 20:30:1"
+            f"--outage: got {text!r}; allowed: START:SECONDS:N, N at least 1 and less than the {replicas} replicas, "
+            "such as 20:30:1"
         )
     return Outage(start, start + seconds, range(int(number)))
 
@@ -312,7 +253,7 @@ def _sweep(settings: Settings, options: Namespace) -> int:
     from rich.table import Table
 
     sweeps = parse_sweeps(options.sweep)
-    cases = [Case(settings, options, changes) for changes in sweeps]  # all are checked before any runs
+    cases = [Case(settings, options, changes) for changes in sweeps]  # checks all before the first run
     results = []
     table = Table(*sweeps[0], *SHOWN, box=None, padding=(0, 2), header_style="bold")
     for changes, case in zip(sweeps, cases, strict=True):
@@ -330,19 +271,19 @@ def _sweep(settings: Settings, options: Namespace) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- search
-# What if: one run for each combination of settings, and the highest rate that keeps its promises.
+# Sweeps, and the highest rate that keeps the objectives.
 
 
 MAX_RUNS = 64  # of a sweep
-BRACKET = 1.02  # between the rate that holds and the one that does not
+BRACKET = 1.02  # the ratio of the rates at which the search ends
 MAX_DOUBLINGS = 12
-CHECK_SEEDS = 5  # a rate holds if it holds with most of them
+CHECK_SEEDS = 5  # a rate holds if it holds with most of these seeds
 
-Simulate = Callable[[float, int], Mapping[str, Any]]  # of a rate and a seed: the result
+Simulate = Callable[[float, int], Mapping[str, Any]]  # from a rate and a seed to the result
 
 
 def parse_sweeps(given: Sequence[str]) -> list[dict[str, str]]:
-    """Of `max_num_seqs=8,16` and others like it: all combinations. Raises SettingsError."""
+    """Parse `max_num_seqs=8,16` and others like it to all combinations. Raises SettingsError."""
     axes: dict[str, list[str]] = {}
     for text in given:
         name, found, values = text.partition("=")
@@ -356,7 +297,7 @@ def parse_sweeps(given: Sequence[str]) -> list[dict[str, str]]:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Of `ttft_p99=0.5,itl_p99=0.05`: seconds by the keys of a result. Raises SettingsError."""
+    """Parse `ttft_p99=0.5,itl_p99=0.05` to seconds by the keys of a result. Raises SettingsError."""
     limits = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -375,8 +316,8 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 class FoundRate(NamedTuple):
-    """The highest rate found that holds, and the lowest that does not, in requests per second. Of so many seeds, so
-    many hold at each."""
+    """The highest rate found that holds and the lowest that does not, in requests per second, and the number of seeds
+    that hold at each."""
 
     holds: float
     fails: float
@@ -393,8 +334,8 @@ class FoundRate(NamedTuple):
 
 
 def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) -> FoundRate:
-    """Bisect, with the same random numbers at each rate, so that only the rate differs. A run holds if all requests
-    were answered, and no figure is above its limit; a rate holds if the runs of most seeds hold. Raises SettingsError
+    """Find the highest rate that holds, by bisection with the same random numbers at each rate. A run holds if all
+    requests succeed and no figure exceeds its limit; a rate holds if the runs of most seeds hold. Raises SettingsError
     if no rate holds, or every rate does."""
     kept: dict[tuple[float, int], bool] = {}
     seeds = range(seed, seed + CHECK_SEEDS)
@@ -420,13 +361,15 @@ def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) ->
             low = high
             if high >= 2**MAX_DOUBLINGS:
                 raise SettingsError(
-                    f"--find: {high:g} requests/s still hold: allowed is a workload that lasts, give more --num-prompts"
+                    f"--find: {high:g} requests/s still hold; give a longer workload with --num-prompts"
                 )
     else:
         while not holds(low := low / 2):
             high = low
             if low <= 2**-MAX_DOUBLINGS:
-                raise SettingsError(f"--slo: not even {low:.2g} requests/s hold; allowed: what one request alone keeps")
+                raise SettingsError(
+                    f"--slo: not even {low:.2g} requests/s hold; give limits that one request alone keeps"
+                )
     while high / low > BRACKET:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)

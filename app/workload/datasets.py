@@ -1,8 +1,7 @@
 """Requests of a workload: lengths, shared prefixes, conversations, arrival times, recorded traces.
 
-A workload is a list of `WorkloadRequest`s in the order in which they are sent, drawn with a seed: the same flags give
-the same list. It says what a prompt is made of, not its text: a benchmark writes words (`text_of`), the simulator and
-the library take token ids (`token_ids_of`), and equal pieces are equal in both, so prefixes are shared alike.
+The same flags and seed give the same list of `WorkloadRequest`s, in sending order. A prompt is described by pieces, not
+by text: a benchmark makes words of them (`text_of`), the library token ids (`token_ids_of`); equal pieces stay equal.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _TEXT = (
     "area money story fact month lot right study book eye job word business issue side kind head house service friend"
 )
 WORDS = _TEXT.split()
-CHARACTERS_PER_TOKEN = 4  # of English text, where nobody has counted
+CHARACTERS_PER_TOKEN = 4  # an estimate for English text
 
 
 class Piece(NamedTuple):
-    """A part of a prompt. Two pieces of one key begin alike."""
+    """A part of a prompt. Two pieces with the same key begin with the same text."""
 
     key: str
     num_tokens: int
@@ -38,82 +37,87 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """A request to come."""
+    """One request that a run sends."""
 
-    pieces: tuple[Piece, ...]  # the prompt; in a conversation, what is added to all that was said before
+    pieces: tuple[Piece, ...]  # the prompt; in a conversation, only what this turn adds
     num_output_tokens: int
-    arrival: float | None = 0.0  # seconds after the run began; None: `think_time` after the answer before has ended
+    arrival: float | None = 0.0  # seconds after the start of the run; None: `think_time` after the previous answer
     conversation: int | None = None
     think_time: float = 0.0  # seconds
-    text: str | None = None  # of the prompt, where it was recorded; its pieces then tell the estimated length
+    text: str | None = None  # the recorded prompt; the length of its pieces is then an estimate
 
     @property
     def num_new_tokens(self) -> int:
-        """Length of the pieces."""
+        """Return the number of tokens of all pieces."""
         return sum(piece.num_tokens for piece in self.pieces)
 
 
 def text_of(request: WorkloadRequest) -> str:
-    """The prompt as words, about one token each."""
+    """Return the prompt as words, about one token each."""
     if request.text is not None:
         return request.text
     return " ".join(word for key, length in request.pieces for word in random.Random(key).choices(WORDS, k=length))
 
 
 def token_ids_of(request: WorkloadRequest, vocab_size: int) -> list[int]:
-    """The prompt as token ids. The lowest thousand is left out where there are enough: special tokens are there."""
+    """Return the prompt as token ids. They skip the lowest thousand, where special tokens are, if the vocabulary is
+    large enough."""
     ids = range(min(1000, vocab_size // 2), vocab_size)
     return [token for key, length in request.pieces for token in random.Random(key).choices(ids, k=length)]
 
 
 def add_workload_flags(parser: ArgumentParser) -> None:
-    """The flags that `workload` reads, spelled as in vLLM's benchmarks."""
+    """Add the flags that `workload` reads, spelled as in vLLM's benchmarks."""
     add_dataset_flags(parser)
     add_arrival_flags(parser)
 
 
 def add_dataset_flags(parser: ArgumentParser) -> None:
-    """Those that say what is asked."""
+    """Add the flags of prompts and answer lengths."""
     group = parser.add_argument_group("workload")
     add = partial(group.add_argument, default=None)
     add("--dataset-name", choices=sorted(_DATASETS), default="random",
-        help="What is asked. sharegpt without --dataset-path draws lengths like those of ShareGPT.")  # fmt: skip
+        help="The prompts. sharegpt without --dataset-path draws lengths like those of ShareGPT.")  # fmt: skip
     add("--dataset-path", type=Path, metavar="FILE", help="JSON of ShareGPT, or JSON lines with 'prompt' (custom).")
     add("--num-prompts", type=int, default=1000, metavar="N", help="Requests in all. Default: 1000.")
-    add("--input-len", type=int, metavar="N", help="Prompt tokens; stands for --random-input-len.")
-    add("--output-len", type=int, metavar="N", help="Tokens of each answer, whatever the dataset says.")
+    add("--input-len", type=int, metavar="N", help="Prompt tokens. Overrides --random-input-len.")
+    add("--output-len", type=int, metavar="N", help="Tokens of each answer. Default: the dataset's, or 128.")
     add("--random-input-len", type=int, default=1024, metavar="N", help="Default: 1024.")
     add("--random-output-len", type=int, default=128, metavar="N", help="Default: 128.")
     add("--random-range-ratio", default="0.0", metavar="R",
-        help='Lengths are 1 - R to 1 + R times the above; {"input": R, "output": R} tells them apart.')  # fmt: skip
-    add("--random-prefix-len", type=int, default=0, metavar="N", help="Tokens with which all prompts begin, besides.")
-    add("--sharegpt-output-len", type=int, metavar="N", help="Tokens of each answer.")
-    add("--custom-output-len", type=int, default=256, metavar="N", help="Where the file does not say. Default: 256.")
+        help='Lengths are 1 - R to 1 + R times the above; {"input": R, "output": R} sets them separately.')  # fmt: skip
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Tokens added before each prompt, always the same.",
+    )
+    add("--sharegpt-output-len", type=int, metavar="N", help="Tokens of each answer of sharegpt.")
     add("--prefix-repetition-prefix-len", type=int, default=256, metavar="N", help="Default: 256.")
     add("--prefix-repetition-suffix-len", type=int, default=256, metavar="N", help="Default: 256.")
     add("--prefix-repetition-num-prefixes", type=int, default=10, metavar="N", help="Default: 10.")
-    add("--prefix-repetition-output-len", type=int, default=128, metavar="N", help="Default: 128.")
-    add("--conversation-turns", type=int, default=4, metavar="N", help="Questions of each. Default: 4.")
+    add("--conversation-turns", type=int, default=4, metavar="N", help="Questions per conversation. Default: 4.")
     add("--conversation-think-time", type=float, default=1.0, metavar="S",
         help="Mean seconds from an answer to the next question, exponential. Default: 1.")  # fmt: skip
 
 
 def add_arrival_flags(parser: ArgumentParser) -> None:
-    """Those that say when."""
+    """Add the flags of arrival times."""
     group = parser.add_argument_group("arrivals")
     add = partial(group.add_argument, default=None)
     add("--request-rate", type=float, default=math.inf, metavar="R",
         help="Requests per second. Default: inf, all at once.")  # fmt: skip
     add("--burstiness", type=float, default=1.0, metavar="B",
         help="Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts, inf is even.")  # fmt: skip
-    add("--ramp-up-strategy", choices=("linear", "exponential"), help="Let the rate rise instead of --request-rate.")
-    add("--ramp-up-start-rps", type=float, metavar="R", help="Requests per second at first.")
-    add("--ramp-up-end-rps", type=float, metavar="R", help="Requests per second at last.")
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="A rate that rises, instead of --request-rate.")
+    add("--ramp-up-start-rps", type=float, metavar="R", help="Requests per second at the start of the ramp.")
+    add("--ramp-up-end-rps", type=float, metavar="R", help="Requests per second at the end of the ramp.")
 
 
 def workload(options: Namespace, *, seed: int) -> list[WorkloadRequest]:
-    """The requests that the flags ask for, and when. Raises SettingsError."""
-    _check_positive(options, "burstiness", "request_rate")
+    """Return the requests that the flags describe, with arrival times. Raises SettingsError."""
+    check_positive(options, "burstiness", "request_rate")
     requests = draw_requests(options, seed=seed)
     starts = [number for number, request in enumerate(requests) if request.arrival is not None]
     times = arrival_times(len(starts), options, seed=seed, share=len(starts) / len(requests))
@@ -123,26 +127,26 @@ def workload(options: Namespace, *, seed: int) -> list[WorkloadRequest]:
 
 
 def draw_requests(options: Namespace, *, seed: int) -> list[WorkloadRequest]:
-    """What is asked, all at once. Raises SettingsError."""
-    _check_positive(options, "num_prompts", "conversation_turns", "prefix_repetition_num_prefixes")
+    """Return the requests that the flags describe, all of them at time 0. Raises SettingsError."""
+    check_positive(options, "num_prompts", "conversation_turns", "prefix_repetition_num_prefixes")
     lengths = ("input_len", "output_len", "random_input_len", "random_output_len", "sharegpt_output_len")
-    _check_positive(options, *(name for name in lengths if getattr(options, name, None) is not None))
+    check_positive(options, *(name for name in lengths if getattr(options, name, None) is not None))
     if options.dataset_path is not None and options.dataset_name not in ("sharegpt", "custom"):
         raise SettingsError(f"--dataset-path: the dataset {options.dataset_name} reads no file; sharegpt and custom do")
     return list(_DATASETS[options.dataset_name](options, random.Random(f"{seed} lengths"), f"{seed}"))
 
 
-def _check_positive(options: Namespace, *names: str) -> None:
+def check_positive(options: Namespace, *names: str) -> None:
     for name in names:
         if not getattr(options, name) > 0:
             raise SettingsError(f"--{name.replace('_', '-')}: got {getattr(options, name)}; allowed: more than 0")
 
 
 def arrival_times(num_requests: int, options: Namespace, *, seed: int, share: float = 1.0) -> list[float]:
-    """Seconds after the beginning, rising. Gaps are gamma-distributed with mean 1 / rate; without a ramp they are
+    """Return rising arrival times in seconds. Gaps are gamma-distributed with mean 1 / rate; without a ramp they are
     stretched so that the last request comes at `num_requests` / rate exactly, which makes seeds comparable.
 
-    `share` is the part of all requests that come by themselves and not after an answer: the rate is that of all.
+    `share` is the part of all requests that do not wait for an answer; the rate is that of all requests.
     """
     draw = random.Random(f"{seed} arrivals")
     rates = [rate * share for rate in _rates(num_requests, options)]
@@ -158,12 +162,12 @@ def arrival_times(num_requests: int, options: Namespace, *, seed: int, share: fl
 
 
 def _rates(num_requests: int, options: Namespace) -> list[float]:
-    """Of each gap, in requests per second."""
+    """Return the rate at each gap, in requests per second."""
     if options.ramp_up_strategy is None:
         return [options.request_rate] * num_requests
     start, end = options.ramp_up_start_rps, options.ramp_up_end_rps
     if options.request_rate != math.inf:
-        raise SettingsError("--request-rate: leave it out with --ramp-up-strategy, which says the rates")
+        raise SettingsError("--request-rate and --ramp-up-strategy exclude each other. Give only one of them")
     if start is None or end is None or not 0 < start <= end:
         raise SettingsError("--ramp-up-strategy: give --ramp-up-start-rps more than 0 and --ramp-up-end-rps not below")
     shares = [number / max(num_requests - 1, 1) for number in range(num_requests)]
@@ -172,7 +176,7 @@ def _rates(num_requests: int, options: Namespace) -> list[float]:
     return [start * (end / start) ** share for share in shares]
 
 
-# Datasets: each draws `options.num_prompts` requests. `name` tells the keys of one seed from those of another.
+# Datasets: each draws `options.num_prompts` requests. `name` keeps the keys of different seeds apart.
 
 
 def _random(options: Namespace, draw: random.Random, name: str) -> Iterator[WorkloadRequest]:
@@ -184,8 +188,8 @@ def _random(options: Namespace, draw: random.Random, name: str) -> Iterator[Work
 
 
 def _sharegpt(options: Namespace, draw: random.Random, name: str) -> Iterator[WorkloadRequest]:
-    """First questions and the lengths of their answers, from a file; or lengths as these are: log-normal, on average
-    about 190 tokens of prompt and of answer."""
+    """Yield the first questions of a file with the lengths of their answers. Without a file, lengths are log-normal
+    with a mean of about 190 tokens for prompts and answers, like those of ShareGPT."""
     fixed = options.output_len or options.sharegpt_output_len
     if options.dataset_path is None:
         for number in range(options.num_prompts):
@@ -206,19 +210,19 @@ def _sharegpt(options: Namespace, draw: random.Random, name: str) -> Iterator[Wo
 
 
 def _custom(options: Namespace, draw: random.Random, _name: str) -> Iterator[WorkloadRequest]:
-    """Prompts of a file of JSON lines, with "output_tokens" where the length of the answer is known."""
+    """Yield the prompts of a file of JSON lines, which may have the answer's length as "output_tokens"."""
     if options.dataset_path is None:
         raise SettingsError("--dataset-path: the dataset custom needs a file of JSON lines with 'prompt'")
 
     def pairs(text: str) -> Iterator[tuple[str, int]]:
         for entry in (json.loads(line) for line in text.split("\n") if line.strip()):
-            yield str(entry["prompt"]), options.output_len or int(entry.get("output_tokens", options.custom_output_len))
+            yield str(entry["prompt"]), options.output_len or int(entry.get("output_tokens", 256))
 
     yield from _recorded(options, draw, pairs)
 
 
 def _prefix_repetition(options: Namespace, draw: random.Random, name: str) -> Iterator[WorkloadRequest]:
-    output = options.output_len or options.prefix_repetition_output_len
+    output = options.output_len or 128
     for number in range(options.num_prompts):
         shared = draw.randrange(options.prefix_repetition_num_prefixes)
         prefix = Piece(f"{name} prefix {shared}", options.prefix_repetition_prefix_len)
@@ -226,7 +230,7 @@ def _prefix_repetition(options: Namespace, draw: random.Random, name: str) -> It
 
 
 def _conversation(options: Namespace, draw: random.Random, name: str) -> Iterator[WorkloadRequest]:
-    """Conversations of several turns; each question has the length that a prompt of the random dataset has."""
+    """Yield conversations of several turns; questions are as long as prompts of the random dataset."""
     around_input, around_output = _range_ratios(options.random_range_ratio)
     for number in range(options.num_prompts):
         conversation, turn = divmod(number, options.conversation_turns)
@@ -255,7 +259,7 @@ _DATASETS = {
 def _recorded(
     options: Namespace, draw: random.Random, pairs_of: Callable[[str], Iterator[tuple[str, int]]]
 ) -> Iterator[WorkloadRequest]:
-    """As many as are wanted of a file's prompts and lengths of answers, in random order; all again if need be."""
+    """Yield prompts and answer lengths of a file in random order, again from the first when they run out."""
     path = options.dataset_path
     try:
         pairs = list(pairs_of(path.read_text(encoding="utf-8")))
@@ -278,7 +282,7 @@ def _with_prefix(options: Namespace, name: str, piece: Piece) -> tuple[Piece, ..
 
 
 def _range_ratios(text: str) -> tuple[float, float]:
-    """Of the prompt and of the answer."""
+    """Return the ratios of prompt and answer."""
     try:
         given = json.loads(text)
         ratios = (float(given["input"]), float(given["output"])) if isinstance(given, dict) else (float(given),) * 2
@@ -302,11 +306,11 @@ def _tokens_in(text: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- traces
-# Recorded loads: files of what was asked when, as workloads.
+# Recorded workloads. Three formats:
 #
 # own       JSON lines: {"time": 0.5, "input_tokens": 300, "output_tokens": 40}, with any of "prefix": [["name", 100],
-#           ...] (how the prompt begins: equal names are equal tokens), "conversation" (a number; its later lines need
-#           no "time" but wait for the answer before) and "think_time". Times are seconds
+#           ...] (how the prompt begins: equal names are equal tokens), "conversation" (a number; its later lines have
+#           no "time" but wait for the previous answer) and "think_time". Times are seconds
 # Mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (blocks of 512 tokens)
 # vLLM      the JSON of `bench serve --save-detailed`: start_times, input_lens, output_lens
 
@@ -314,18 +318,18 @@ def _tokens_in(text: str) -> int:
 MAX_BYTES = 2**30
 MAX_REQUESTS = 10**6
 MAX_TOKENS = 2**20  # of a prompt or an answer
-MAX_NUMBER = 1e15  # of seconds or milliseconds: finer than a microsecond as a float
+MAX_NUMBER = 1e15  # seconds or milliseconds; not more, so that a float keeps microseconds
 MAX_SECONDS = 10 * 365 * 86400
 MOONCAKE_BLOCK = 512  # tokens
 
 
 def read_trace(path: Path) -> list[WorkloadRequest]:
-    """The requests of a file, in its order; the first comes at 0. Raises SettingsError."""
+    """Return the requests of a file in its order, shifted so that the first comes at 0. Raises SettingsError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise SettingsError(f"--trace: {path} has more than {MAX_BYTES} bytes, which is what is read")
+            raise SettingsError(f"--trace: {path} is too large; allowed: {MAX_BYTES} bytes")
         text = data.decode("utf-8-sig")
     except OSError as error:
         raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
@@ -336,14 +340,14 @@ def read_trace(path: Path) -> list[WorkloadRequest]:
         raise SettingsError(f"--trace: {path} has {len(lines)} lines; allowed: 1 to {MAX_REQUESTS}")
     entries = [_Entry(f"{path}, line {number}", _parse(path, number, line)) for number, line in lines]
     if "input_lens" in entries[-1].fields:
-        requests = list(_of_vllm(entries[-1]))  # the latest of a file to which results were appended
+        requests = list(_of_vllm(entries[-1]))  # the last result of a file that has several
     else:
         requests = [_of_mooncake(entry) if "hash_ids" in entry.fields else _own(entry) for entry in entries]
     return _from_zero(requests, entries)
 
 
 def scaled(requests: list[WorkloadRequest], rate: float) -> list[WorkloadRequest]:
-    """The same at so many requests per second on average."""
+    """Return the requests with their times scaled to an average rate in requests per second."""
     span = max((request.arrival or 0.0 for request in requests), default=0.0)
     factor = len(requests) / rate / span if span else 1.0
     return [
@@ -353,7 +357,7 @@ def scaled(requests: list[WorkloadRequest], rate: float) -> list[WorkloadRequest
 
 
 class _Entry:
-    """One JSON object, whose fields are checked as they are read."""
+    """One JSON object. Fields are checked when they are read."""
 
     def __init__(self, place: str, fields: dict[str, Any]) -> None:
         self.place = place
@@ -437,12 +441,13 @@ def _of_vllm(entry: _Entry) -> Iterator[WorkloadRequest]:
         if len(values) != len(inputs) or not values:
             raise entry.wrong(name, f"as many as input_lens has ({len(inputs)}), at least 1")
     for number, (start, num_inputs, num_outputs) in enumerate(zip(starts, inputs, outputs, strict=True)):
-        if num_inputs and num_outputs:  # nothing is known of those that failed
+        if num_inputs and num_outputs:  # a request that failed has no lengths
             yield WorkloadRequest((Piece(f"prompt {number}", num_inputs),), num_outputs, arrival=start)
 
 
 def _from_zero(requests: list[WorkloadRequest], entries: list[_Entry]) -> list[WorkloadRequest]:
-    """The first comes at 0. Conversations begin with a line that has a time, their only one."""
+    """Shift times so that the first request comes at 0. Raises SettingsError unless exactly the first line of each
+    conversation has a time."""
     first = min((request.arrival for request in requests if request.arrival is not None), default=0.0)
     begun: set[int | None] = {None}
     for entry, request in zip(entries, requests, strict=False):

@@ -1,7 +1,6 @@
-"""From what every request saw to the one result, with the keys of vLLM's benchmarks.
+"""The records of all requests, and the result that is computed from them, with the keys of vLLM's benchmarks.
 
-A real run makes the records on the machine's clock, a simulated one on a virtual clock; what is made of them is the
-same. Times are seconds in records and milliseconds under keys that end in `_ms`.
+Real runs and simulations share both. Times are seconds in records, milliseconds under keys that end in `_ms`.
 """
 
 from __future__ import annotations
@@ -16,27 +15,29 @@ from typing import Any
 
 import numpy as np
 
+from app.config.settings import SettingsError
+
 METRICS = ("ttft", "tpot", "itl", "e2el")
-SLO_METRICS = ("ttft", "tpot", "e2el")  # those that one request has one of
+SLO_METRICS = ("ttft", "tpot", "e2el")  # those of which each request has one value
 PERCENTILES = (50.0, 90.0, 99.0)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as its client saw it."""
+    """One request as its client saw it. Times are seconds on one clock."""
 
-    scheduled_time: float  # when it was to be sent
+    scheduled_time: float  # when it was due
     start_time: float = 0.0  # when its first byte was sent
     token_times: list[float] = field(default_factory=list)  # when each piece of text came, most of them a token each
-    end_time: float = 0.0  # when the last byte of the answer came, or it failed
+    end_time: float = 0.0  # when the last byte of the answer came, or when the request failed
     num_prompt_tokens: int = 0  # as the server counted
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     has_usage: bool = True  # the server sent its token counts; without them they are estimates
     status: int = 0  # of HTTP; 0 where no answer came
-    retry_after: float | None = None  # seconds, of who was refused
-    error: str = ""  # why it failed, in words that many may share; empty: it was answered to the end
-    message: str = ""  # what the server said of it
+    retry_after: float | None = None  # seconds, of a refusal
+    error: str = ""  # the kind of failure, by which failures are counted; empty: the answer is complete
+    message: str = ""  # the server's message for a failure
     request_id: str = ""
     text: str = ""
 
@@ -62,7 +63,7 @@ class RequestRecord:
 
     @property
     def refused(self) -> bool:
-        """The server had no room for it, and said so."""
+        """Whether the server refused it for lack of room."""
         return self.status in (429, 503)
 
 
@@ -74,10 +75,10 @@ def summarize(
     slo: Mapping[str, float] | None = None,
     began: float | None = None,
 ) -> dict[str, Any]:
-    """The result of a run. Latencies are of requests that were answered to the end; `slo` are milliseconds by metric,
-    and a request is good if it keeps all of them.
+    """Return the result of a run. Latencies are of requests with complete answers; `slo` are milliseconds by metric,
+    and a request counts as good if it keeps all of them.
 
-    The duration is from `began`, or else from when the first request was to be sent, to the end of the last.
+    The duration is from `began`, by default the time at which the first request was due, to the end of the last one.
     """
     done = [record for record in records if not record.error]
     failed = [record for record in records if record.error]
@@ -125,7 +126,7 @@ def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]
 
 
 def per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """What `--save-detailed` adds: lists with an entry for each request, in the order of the workload."""
+    """Return the lists that `--save-detailed` adds, with an entry for each request in the order of the workload."""
     return {
         "input_lens": [r.num_prompt_tokens for r in records],
         "output_lens": [r.num_output_tokens for r in records],
@@ -143,7 +144,7 @@ def per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def concurrency(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
-    """How many requests were under way, from each moment on at which that changed."""
+    """Return (time, number of open requests) for each change of that number."""
     changes = sorted([(r.start_time, 1) for r in records] + [(r.end_time, -1) for r in records])
     steps, now = [], 0
     for time, change in changes:  # at one time those that end come first
@@ -153,13 +154,13 @@ def concurrency(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """The most requests that were under way at one time."""
+    """Return the largest number of requests that were open at a time."""
     return max((number for _, number in concurrency(records)), default=0)
 
 
 def _peak_rate(records: Sequence[RequestRecord]) -> float:
-    """Output tokens of the best second, counted in seconds since the first request. A piece of text counts its share
-    of the request's tokens, since one piece may be several tokens."""
+    """Return the output tokens of the best second, in whole seconds since the first request. Each piece of text counts
+    an equal share of its request's tokens, since one piece may be several tokens."""
     began = min((r.start_time for r in records), default=0.0)
     rates: defaultdict[int, float] = defaultdict(float)
     for record in records:
@@ -168,8 +169,22 @@ def _peak_rate(records: Sequence[RequestRecord]) -> float:
     return max(rates.values(), default=0.0)
 
 
+def parse_goodput(given: Sequence[str]) -> dict[str, float]:
+    """Parse `ttft:500` and others like it to milliseconds by metric. Raises SettingsError."""
+    limits = {}
+    for text in given:
+        name, _, value = text.partition(":")
+        try:
+            limits[name.strip()] = float(value)
+        except ValueError:
+            name = ""
+        if name.strip() not in SLO_METRICS:
+            raise SettingsError(f"--goodput: got {text!r}; allowed: {', '.join(SLO_METRICS)}, a colon, milliseconds")
+    return limits
+
+
 def output_file(text: str) -> Path:
-    """What a flag names that is written at the end: known to be possible before hours of measuring."""
+    """Parse a flag that names a result file, and check before the measurement that it can be written."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise ArgumentTypeError(f"got {text}; allowed: a file in a folder that exists")

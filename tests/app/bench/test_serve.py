@@ -144,7 +144,7 @@ def test_what_the_simulator_says_is_told_beside(
 ) -> None:
     flags = ("--num-prompts", "6", "--max-concurrency", "2", "--input-len", "16", "--output-len", "8")
     assert main(["bench", "serve", "--base-url", server.base_url, *flags, "--predict"]) == 1
-    assert "does not tell what its steps cost" in capsys.readouterr().err
+    assert "does not report its step costs" in capsys.readouterr().err
     table = tmp_path / "table.json"
     table.write_bytes(TABLE.to_json())
     result = bench(server, tmp_path, *flags, "--predict", str(table))
@@ -213,9 +213,9 @@ def test_a_server_that_starts_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--goodput", "speed:3"], "--goodput: got 'speed'; allowed: ttft, tpot, e2el"),
-        (["--goodput", "ttft"], "--goodput: got 'ttft'; allowed: KEY:VALUE"),
-        (["--metric-percentiles", "101"], "--metric-percentiles: allowed: 0 to 100"),
+        (["--goodput", "speed:3"], "--goodput: got 'speed:3'; allowed: ttft, tpot, e2el"),
+        (["--goodput", "ttft"], "--goodput: got 'ttft'; allowed: ttft"),
+        (["--metric-percentiles", "101"], "--metric-percentiles: got 101; allowed: 0 to 100"),
         (["--header", "x"], "--header: got 'x'; allowed: KEY=VALUE"),
         (["--base-url", "127.0.0.1:8000"], "--base-url: got '127.0.0.1:8000'"),
         (["--base-url", "http://127.0.0.1:99999"], "--base-url: got 'http://127.0.0.1:99999'"),

@@ -75,7 +75,7 @@ def test_what_a_server_tells_of_itself_is_a_table(tmp_path: Path, capsys: pytest
 def test_what_the_last_engine_measured_is_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"simulate --cache-dir {tmp_path} --num-prompts 20 --output-len 20 --json {tmp_path / 'out.json'}".split()
     assert main(flags) == 1
-    assert "--table: no engine of smollm2-135m-instruct has measured here" in capsys.readouterr().err
+    assert "--table: there are no measured step costs of smollm2-135m-instruct" in capsys.readouterr().err
     settings = Settings(max_num_seqs=3, executor="mp")
     description = describe(Machine(table=TABLE, num_blocks=77, max_model_len=1234), settings)
     StepCostFile(tmp_path / FOLDER / "a.json", description).write(TABLE)
@@ -202,7 +202,7 @@ def test_what_never_or_always_holds_is_said_to() -> None:
         ("--find rate --slo ttft=1", "--slo: got 'ttft=1'; allowed: ttft, tpot, itl, e2el, each with _mean"),
         ("--num-blocks 0", "--num-blocks: got 0; allowed: 1 to"),
         ("--max-concurrency 0", "--max-concurrency: got 0; allowed: 1 to"),
-        ("--goodput itl:3", "--goodput: got 'itl:3'; allowed: ttft, tpot or e2el"),
+        ("--goodput itl:3", "--goodput: got 'itl:3'; allowed: ttft, tpot, e2el, a colon"),
         ("--table none.json", "--table: cannot read none.json: No such file"),
         ("--table {bad}", "is wrong: not a table of step costs"),
         ("--table {worse}", "num_blocks: got -1; allowed: a whole number, at least 1"),
@@ -210,8 +210,8 @@ def test_what_never_or_always_holds_is_said_to() -> None:
         ("--table /dev/zero", "is wrong: more than"),
         ("--kv-cache-memory 1GiB", "--num-blocks says how large the KV cache is"),
         ("--dtype float32", "--dtype: got float32; the file of --table was measured with another value"),
-        ("--sweep dtype=float32,bfloat16", "--sweep: got dtype; the steps of --table were measured with one value"),
-        ("--sweep port=1,2", "--sweep: got port; it has no effect. Settings that are simulated: max_num_seqs, "),
+        ("--sweep dtype=float32,bfloat16", "--sweep: got dtype; --table was measured with one value"),
+        ("--sweep port=1,2", "--sweep: got port; it has no effect here. Settings that are simulated: max_num_seqs, "),
         ("--sweep max_num_seqs=1,2 --html x.html", "--html: --sweep makes many runs"),
         ("--find rate --slo ttft_p99=1 --json x.json", "--json: --find makes many runs"),
         ("--trace x.json --input-len 5", "--input-len: got 5; --trace already has the requests and their times"),

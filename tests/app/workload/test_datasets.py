@@ -133,7 +133,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
         (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot read /nowhere: No such file"),
         (("--dataset-name", "custom"), "needs a file"),
         (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
-        (("--ramp-up-strategy", "linear", "--request-rate", "2"), "--request-rate: leave it out"),
+        (("--ramp-up-strategy", "linear", "--request-rate", "2"), "--request-rate and --ramp-up-strategy exclude"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(flags: tuple[str, ...], said: str) -> None:

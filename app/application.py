@@ -32,7 +32,7 @@ from app.http.hypercorn import (
     patch_hypercorn,
 )
 from app.http.listening import stop_listening
-from app.http.middleware import Access, Authentication, BrowserCheck, HeadCheck, WithVersion
+from app.http.middleware import Access, Authentication, BrowserCheck, HeadCheck
 from app.observability.logs import configure_logging
 from app.routes import generation, operations, pages, responses
 from app.routes.generation import dialect_handlers
@@ -167,7 +167,6 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
     application = Starlette(
         routes=routes,
         middleware=[
-            *([Middleware(WithVersion)] if settings.routes_without_v1 else ()),
             Middleware(HeadCheck, refuse=refuse),
             Middleware(BrowserCheck, settings=settings, tenants=server.tenants, refuse=refuse),
             Middleware(Authentication, routes=routes, tenants=server.tenants, refuse=refuse, log=settings.log_requests),

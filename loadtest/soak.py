@@ -269,7 +269,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.toml"
         write_tenants(tenants, random.Random(options.seed))
-        settings = {"max_num_seqs": 16, "kv_cache_memory": "192MiB", "timeline_size": 200, "response_store_size": 50}
+        settings = {"max_num_seqs": 16, "kv_cache_memory": "192MiB", "timeline_size": 200}
         kept = {"kv_cache_dir": Path(folder) / "kv", "kv_cache_dir_size": "64MiB"}
         with headrace("headrace", api_keys_file=tenants, admin_keys=ADMIN, **settings, **kept) as target:
             soak = Soak(target, tenants)

@@ -10,6 +10,7 @@ round; of the processor time the lowest round counts, because other work on the 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -49,10 +50,12 @@ def main() -> int:
         threading.Thread(target=sink.serve_forever, daemon=True).start()
         traced = {"otlp_endpoint": f"http://127.0.0.1:{sink.server_port}"}
         model = write_model(Path(stack.enter_context(tempfile.TemporaryDirectory())) / NAME)
-        kinds = {"off": {}, "0.01": traced | {"trace_sample_ratio": 0.01}, "1": traced | {"trace_sample_ratio": 1.0}}
-        targets = {
-            kind: stack.enter_context(dummy_server(model, "thread", **settings)) for kind, settings in kinds.items()
-        }
+        kinds = {"off": {}, "0.01": traced, "1": traced}
+        targets = {}
+        os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
+        for kind, settings in kinds.items():
+            os.environ["OTEL_TRACES_SAMPLER_ARG"] = "0" if kind == "off" else kind
+            targets[kind] = stack.enter_context(dummy_server(model, "thread", **settings))
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         costs: dict[str, list[float]] = {kind: [] for kind in kinds}
         for number in range(-1, options.rounds):  # the first does not count

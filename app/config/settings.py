@@ -387,9 +387,6 @@ class Settings(BaseSettings):
         validate_default=False,
         examples=["admin-key-one"],
     )
-    routes_without_v1: bool = Field(
-        True, description="Serve chat, completions, embeddings, models, responses and messages without /v1, too."
-    )
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="Serve /tokenizer_info: the tokenizer's configuration and the chat template."
     )
@@ -455,22 +452,13 @@ class Settings(BaseSettings):
         ge=1,
         le=2**20,
     )
-    response_store_size: int = Field(
-        1000,
-        description="Responses kept per tenant for previous_response_id and GET /v1/responses/{id}; 0: none.",
-        ge=0,
-        le=10**6,
-    )
     response_store_bytes: ByteSize = Field(
         ByteSize(64 * MIB),
-        description="Memory for the kept responses of a tenant, with the conversations before them, and for the events "
-        "of background responses.",
-        ge=MIB,
+        description="Memory for the kept responses of a tenant (previous_response_id, GET /v1/responses/{id}), with "
+        "their conversations, and for the events of background responses; 0: no response is kept.",
+        ge=0,
         le=1024 * 1024 * MIB,
         examples=["64MiB"],
-    )
-    response_store_age: float = Field(
-        3600.0, description="Seconds after which a kept response is dropped.", ge=0.001, le=30 * 86400
     )
     max_body_bytes: ByteSize | None = Field(
         None,
@@ -520,13 +508,10 @@ class Settings(BaseSettings):
     )
     otlp_endpoint: str | None = Field(
         None,
-        description="OTLP/HTTP collector that gets a trace per request. Needs the extra otel: pip install '.[otel]' in "
-        "a clone.",
+        description="OTLP/HTTP collector that gets a trace per request; OTEL_TRACES_SAMPLER samples them. Needs the "
+        "extra otel: pip install '.[otel]' in a clone.",
         pattern=r"^https?://",
         examples=["http://127.0.0.1:4318/v1/traces"],
-    )
-    trace_sample_ratio: float | None = Field(
-        None, description="Sampled share of new traces. Default: OTEL_TRACES_SAMPLER.", ge=0, le=1, examples=[0.01]
     )
     trace_messages: bool = Field(False, description="Traces have the text of prompts and answers, some of each.")
 

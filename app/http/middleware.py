@@ -36,30 +36,17 @@ class Access(Enum):
     ADMIN = auto()  # an administrator's, where there are keys of any kind
 
 
-class WithVersion:
-    """Finds what clients ask for without /v1, as if they had asked with it: whatever is behind sees no other path.
-
-    Many base URLs are written without it, and llama.cpp answers to both.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"][1:].partition("/")[0] in WITHOUT_VERSION:
-            scope = {**scope, "path": "/v1" + scope["path"]}
-        await self._app(scope, receive, send)
-
-
 class HeadCheck:
     """Refuse requests with too many headers (CVE-2025-48956) or with control characters in the path. The HTTP server
-    limits how long headers are."""
+    limits how long headers are. Requests without /v1 go on as if they had it: many base URLs are written without."""
 
     def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
         self._app = app
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"][1:].partition("/")[0] in WITHOUT_VERSION:
+            scope = {**scope, "path": "/v1" + scope["path"]}
         error = _wrong_head(scope) if scope["type"] == "http" else None
         await (self._app if error is None else self._refuse(error))(scope, receive, send)
 

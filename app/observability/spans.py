@@ -26,7 +26,6 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace import Span as SpanOfSdk
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, StatusCode, format_span_id, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -55,10 +54,8 @@ class SpanTracer:
         size = int(given) if given.isdigit() else 2048
         self._room = max(size - MOST_SPANS, size // 2)
         self._processor = BatchSpanProcessor(self._exporter)
-        ratio = settings.trace_sample_ratio
         # Not the global provider: two servers in one process keep apart, and so do tests.
         provider = TracerProvider(
-            sampler=None if ratio is None else ParentBased(TraceIdRatioBased(ratio)),
             resource=Resource.create({"service.name": PROVIDER, **OTELResourceDetector().detect().attributes}),
             shutdown_on_exit=False,
         )

@@ -65,7 +65,11 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
     if is_off:
         return NoTracer()
     if settings.otlp_endpoint is None and not any(map(environment.get, _ENDPOINTS)):
-        _refuse_settings_without_effect(settings)
+        if settings.trace_messages:
+            raise SettingsError(
+                "trace_messages has no effect without a collector of traces. What works: otlp_endpoint = "
+                "http://127.0.0.1:4318, or trace_messages left out"
+            )
         return NoTracer()
     try:
         from app.observability.spans import SpanTracer
@@ -80,16 +84,6 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
         return SpanTracer(settings, on_lost)
     except ValueError as error:
         raise SettingsError(f"OpenTelemetry cannot be set up as its environment variables say: {error}") from error
-
-
-def _refuse_settings_without_effect(settings: Settings) -> None:
-    fields = type(settings).model_fields
-    for name in ("trace_messages", "trace_sample_ratio"):
-        if getattr(settings, name) != fields[name].default:
-            raise SettingsError(
-                f"{name} has no effect without a collector of traces. What works: otlp_endpoint = "
-                f"http://127.0.0.1:4318, or {name} left out"
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------ timelines

@@ -144,6 +144,8 @@ def _without(frames: bytes, count: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- response store
 
 
+MAX_RESPONSES = 1000  # of one tenant
+MAX_AGE = 3600.0  # seconds
 RETRY_AFTER = 5  # seconds, a guess: the end of a background response cannot be predicted
 _OVERHEAD = 512  # bytes of an entry in addition to its texts
 
@@ -232,11 +234,12 @@ class RunningResponse:
 class ResponseStore:
     """The responses of all tenants. A tenant finds only its own. `on_refused` is called at every 429."""
 
-    def __init__(self, settings: Settings, on_refused: Callable[[], None] = lambda: None) -> None:
-        self._max_count = settings.response_store_size
+    def __init__(
+        self, settings: Settings, on_refused: Callable[[], None] = lambda: None, max_count: int = MAX_RESPONSES
+    ) -> None:
+        self._max_count = max_count
         self._max_bytes = settings.response_store_bytes
-        self._max_age = settings.response_store_age
-        self._max_background = min(settings.max_background_responses, self._max_count)
+        self._max_background = min(settings.max_background_responses, max_count)
         self._on_refused = on_refused
         self._lock = threading.RLock()  # guards all fields below; held for a few lookups, never during serialization
         self._by_tenant: dict[str, _TenantLRU] = {}
@@ -245,7 +248,7 @@ class ResponseStore:
     @property
     def is_off(self) -> bool:
         """True if no response is ever kept."""
-        return self._max_count == 0
+        return self._max_bytes == 0
 
     def keep(
         self,
@@ -262,7 +265,7 @@ class ResponseStore:
         background response (it has a `log`), `too_large` is kept instead, without its context. A background response
         that was deleted before it ended is not kept.
         """
-        response = StoredResponse(body, context, time.monotonic() + self._max_age, log)
+        response = StoredResponse(body, context, time.monotonic() + MAX_AGE, log)
         with self._lock:
             kept = self._by_tenant.setdefault(tenant, _TenantLRU())
             if log is not None:

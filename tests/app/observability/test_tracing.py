@@ -42,7 +42,7 @@ def test_the_environment_can_turn_it_off(name: str, value: str, monkeypatch: pyt
     assert isinstance(opened(Settings(otlp_endpoint=ENDPOINT)), NoTracer)
 
 
-@pytest.mark.parametrize("setting", [{"trace_messages": True}, {"trace_sample_ratio": 0.5}], ids=str)
+@pytest.mark.parametrize("setting", [{"trace_messages": True}], ids=str)
 def test_settings_of_traces_without_a_collector_are_refused(
     setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

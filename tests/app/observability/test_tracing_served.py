@@ -277,9 +277,9 @@ def test_no_text_is_told_unless_it_is_asked_for(server: Server, collector: Colle
 def test_a_collector_that_refuses_or_hangs_costs_traces_and_nothing_else(collector: Collector) -> None:
     """Also: text where it is asked for, and a ratio that leaves traces to those who ask for one."""
     with Collector() as other:
-        server = tiny_server(otlp_endpoint=other.url, trace_sample_ratio=0, trace_messages=True, max_num_seqs=4)
+        server = tiny_server(otlp_endpoint=other.url, trace_messages=True, max_num_seqs=4)
         server.environment = SOON | {"OTEL_BSP_MAX_QUEUE_SIZE": "64", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "16"}
-        server.environment["OTEL_EXPORTER_OTLP_TIMEOUT"] = "600"
+        server.environment |= {"OTEL_EXPORTER_OTLP_TIMEOUT": "600", "OTEL_TRACES_SAMPLER": "parentbased_always_off"}
         body = {"messages": [{"role": "user", "content": SECRET + "a" * 9000}], "max_tokens": 2, "ignore_eos": True}
         traced = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
         with server:

@@ -41,7 +41,7 @@ def server(directory: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def plain_server() -> Iterator[Server]:
-    with tiny_server(max_model_len=96, dtype="float32", routes_without_v1=False) as running:
+    with tiny_server(max_model_len=96, dtype="float32") as running:
         yield running.wait_ready()
 
 
@@ -72,9 +72,7 @@ def test_keys_and_errors_are_those_of_the_path_with_v1(server: Server) -> None:
     assert server.client.get("/completionsx", headers=key).status_code == 404
 
 
-def test_the_setting_turns_them_off(plain_server: Server) -> None:
-    assert plain_server.post("/chat/completions", CHAT).status_code == 404
-    assert plain_server.post("/v1/chat/completions", CHAT).status_code == 200
+def test_without_the_setting_there_is_no_tokenizer_info(plain_server: Server) -> None:
     assert plain_server.client.get("/tokenizer_info").status_code == 404
 
 

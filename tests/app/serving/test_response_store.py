@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.config.settings import Settings
-from app.serving.response_store import EventLog, ResponseStore, RunningResponse
+from app.serving.response_store import MAX_AGE, MAX_RESPONSES, EventLog, ResponseStore, RunningResponse
 from protocol.errors import ApiError
 
 MIB = 2**20
 
 
-def store(**settings: Any) -> ResponseStore:
-    return ResponseStore(Settings(**settings))
+def store(max_count: int = MAX_RESPONSES, **settings: Any) -> ResponseStore:
+    return ResponseStore(Settings(**settings), max_count=max_count)
 
 
 def body(text: str) -> bytes:
@@ -50,7 +50,7 @@ def test_a_conversation_is_what_came_before_and_what_was_answered():
     count=st.integers(1, 5),
 )
 def test_there_are_never_too_many_or_too_large_and_the_oldest_go_first(sizes, count):
-    responses = store(response_store_size=count, response_store_bytes=2 * MIB)
+    responses = store(count, response_store_bytes=2 * MIB)
     kept: dict[str, list[tuple[str, int]]] = {"a": [], "b": []}
     for tenant, number, size in sizes:
         response_id = f"resp_{number}"
@@ -90,16 +90,16 @@ def test_of_one_from_the_background_that_is_too_large_the_failure_is_kept():
 
 
 def test_what_is_too_old_is_dropped():
-    responses = store(response_store_age=600.0)
+    responses = store()
     responses.keep("a", "resp_1", body("old"), b"[]")
-    responses.expire(time.monotonic() + 599)
+    responses.expire(time.monotonic() + MAX_AGE - 1)
     assert responses.find("a", "resp_1") is not None
-    responses.expire(time.monotonic() + 601)
+    responses.expire(time.monotonic() + MAX_AGE + 1)
     assert responses.find("a", "resp_1") is None
 
 
 def test_a_store_of_no_size_keeps_nothing():
-    responses = store(response_store_size=0)
+    responses = store(response_store_bytes=0)
     assert responses.is_off
     responses.keep("a", "resp_1", body("a"), b"[]")
     assert responses.find("a", "resp_1") is None
@@ -108,8 +108,9 @@ def test_a_store_of_no_size_keeps_nothing():
 class Background:
     """Random work on what is made in the background; the books are proven after each step."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.responses = store(**settings)
+    def __init__(self, max_count: int = MAX_RESPONSES, **settings: Any) -> None:
+        self.max_count = max_count
+        self.responses = store(max_count, **settings)
         self.settings = Settings(**settings)
         self.running: dict[tuple[str, str], RunningResponse] = {}
 
@@ -150,7 +151,7 @@ class Background:
             held = [each.num_bytes for each in entries]
             assert own.num_bytes == sum(held) + sum(log.num_bytes for log in logs)
             assert own.num_background == len(mine) <= self.settings.max_background_responses
-            assert len(own.responses) + len(mine) <= self.settings.response_store_size
+            assert len(own.responses) + len(mine) <= self.max_count
             spare = sum(len(log._pieces[-1][1]) + 150 for log in logs if log._pieces)  # the latest piece stays
             assert own.num_bytes <= self.settings.response_store_bytes + spare
 
@@ -167,7 +168,7 @@ class Background:
     )
 )
 def test_what_is_made_in_the_background_is_counted_and_leaves_nothing(steps: list[tuple[str, str, str, int]]) -> None:
-    work = Background(response_store_size=3, response_store_bytes=2 * MIB, max_background_responses=2)
+    work = Background(3, response_store_bytes=2 * MIB, max_background_responses=2)
     for name, tenant, response_id, size in steps:
         getattr(work, name)(tenant, response_id, size)
         work.check()

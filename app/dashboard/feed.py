@@ -16,7 +16,7 @@ from anyio import WouldBlock
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from app.observability.frames import MOST_REQUESTS, Service, make_frame
-from app.serving.server import Phase, Server
+from app.serving.server import Server, ServerPhase
 from engine.commands import GetSnapshot
 from engine.errors import HeadraceError
 from protocol.errors import ApiError
@@ -70,7 +70,7 @@ class Feed:
         latest: dict[int, int] = {}  # of each engine: the number of the last step that was told
         after = 0.0
         self._server.metrics.take_recent()  # what was before is nobody's news
-        while self._pages and self._server.phase is Phase.READY:
+        while self._pages and self._server.phase is ServerPhase.READY:
             try:
                 snapshots = await self._server.model.llm.query(GetSnapshot(after, MOST_REQUESTS))
             except (HeadraceError, ApiError):

@@ -75,7 +75,7 @@ REFUSAL_SECONDS = 1.0  # the time in which a refused connection must send its fi
 
 _SOCKET_IS_GONE = (OSError, ValueError)  # the latter from uvloop, once it has given up the file descriptor
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
-_connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
+_connection: ContextVar[ServerConnection | None] = ContextVar("headrace_connection", default=None)
 
 
 def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
@@ -83,11 +83,11 @@ def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
     Called again with the guard of the application, before the first connection."""
     patch_streams()
     if guard is not None:
-        Connection.guard = guard
+        ServerConnection.guard = guard
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
-        if module is not None and not issubclass(module.TCPServer, Connection):
-            module.TCPServer = type("TCPServer", (Connection, module.TCPServer), {})
+        if module is not None and not issubclass(module.TCPServer, ServerConnection):
+            module.TCPServer = type("TCPServer", (ServerConnection, module.TCPServer), {})
             if hasattr(module, "asyncio"):
                 module.asyncio = SimpleNamespace(**vars(asyncio) | {"start_server": _start_server})
             else:
@@ -99,7 +99,7 @@ async def _start_server(
 ) -> asyncio.Server:
     """Start asyncio's server with a limited backlog (point 6). asyncio accepts up to `backlog` connections at once, so
     it gets an eighth; `listen` then sets the kernel's backlog."""
-    waiting = backlog if Connection.guard is None else min(backlog, Connection.guard.limits.newcomers)
+    waiting = backlog if ServerConnection.guard is None else min(backlog, ServerConnection.guard.limits.newcomers)
     server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
     sock.listen(waiting)
     return server
@@ -175,7 +175,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait_and_end, name="end-with-parent", daemon=True).start()
 
 
-def current_connection() -> Connection | None:
+def current_connection() -> ServerConnection | None:
     """Return the connection that the current task serves; None if the server is not a patched Hypercorn."""
     return _connection.get()
 
@@ -188,7 +188,7 @@ class _NoTimer:
     async def stop(self) -> None: ...
 
 
-class Connection:
+class ServerConnection:
     """A mixin of Hypercorn's `TCPServer` classes for asyncio and for trio, which differ little in what is used here."""
 
     guard: ClassVar[ConnectionGuard | None] = None

@@ -36,9 +36,18 @@ class Phase(StrEnum):
     DELIVER = "deliver"  # until the client has everything
 
 
+OUTPUT_FIGURES: Final = (
+    *("first_scheduled_time", "first_token_time", "finish_reason"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+)
+"""The fields of an `AccessRecord` that come from the engine's stream."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
-    """Times are `time.monotonic()`; what is None was not reached, or the request generates nothing.
+class AccessRecord:
+    """What a request was and how it ended, for the log and for traces.
+
+    Times are `time.monotonic()`; what is None was not reached, or the request generates nothing.
 
     `route` is the path's template. `error` is a type or code, not a message that may quote the prompt, and `param` the
     path of the field at fault, up to the first name that a client may have made up.

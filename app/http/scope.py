@@ -34,8 +34,8 @@ from starlette.types import Receive, Scope, Send
 
 from app.admission.tenants import ANONYMOUS, Tenant
 from app.config.settings import Settings
-from app.http.hypercorn import CALL_ON_DISCONNECT, Connection, current_connection
-from app.http.record import Phase, RequestRecord, Transcript
+from app.http.hypercorn import CALL_ON_DISCONNECT, ServerConnection, current_connection
+from app.http.record import OUTPUT_FIGURES, AccessRecord, Phase, Transcript
 from app.observability.logs import request_logger
 from engine.errors import HeadraceError
 from engine.frontend.request_stream import RequestStream
@@ -56,6 +56,7 @@ MAX_QUERY_FIELDS = 64
 BLOCKED_SECONDS = 0.01  # in one call to send, from which it counts as one that had to wait for the client
 MAX_BLOCKED = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_FIELD_PATH = re.compile(r"[a-z_]{1,40}(\.([a-z_]{1,40}|[0-9]{1,6})(?![^.]))*")
 
 
 class RequestScope:
@@ -120,7 +121,7 @@ class RequestScope:
         self._error_frame: Callable[[ApiError], Awaitable[bytes]] | None = None
         self._answered = False  # the last byte is out, or on its way
         self._ended_by: ApiError | None = None
-        self.connection: Connection | None = current_connection()
+        self.connection: ServerConnection | None = current_connection()
         self._shield: anyio.CancelScope | None = None
 
     # --- what handlers use
@@ -262,16 +263,13 @@ class RequestScope:
         return self.arrival_time if self.received_time is None else None
 
     def cut(self) -> None:
-        """Give up a client that does not read: end its connection, or its stream of HTTP/2, and leave the scope."""
+        """Give up a client that does not read: abort its connection and leave the scope."""
         self.error_code = "client_stalled"
         if self._task_group is not None:
             self._leave()
         if self._shield is not None:
             self._shield.cancel()
-        # A connection of HTTP/2 may carry streams that are well, unless it is stuck itself.
-        if self.connection is not None and (
-            self.http_version.startswith("1") or self.connection.seconds_blocked() >= self._send_timeout
-        ):
+        if self.connection is not None:
             self.connection.abort()
 
     def tick(self, now: float) -> None:
@@ -291,6 +289,23 @@ class RequestScope:
     async def _send_comment(self, comment: bytes) -> None:
         if not self._num_sending and not self._answered:  # nor may it come between the pieces of an event
             await self.send_chunk(comment)
+
+    def record(self, *, route: str, model: str, status: int) -> AccessRecord:
+        """Return the record of the request, which has ended just now."""
+        figures = {} if self.outputs is None else {name: getattr(self.outputs, name) for name in OUTPUT_FIGURES}
+        return AccessRecord(
+            request_id=self.request_id,
+            method=self.method,
+            path=self.path,
+            route=route,
+            model=model,
+            status=status,
+            arrival_time=self.arrival_time,
+            ended_time=time.monotonic(),
+            error=self.error_code,
+            param=_without_made_up_names(self.error_param),
+            **figures,
+        )
 
     # --- the scope itself
 
@@ -417,6 +432,12 @@ class RequestScope:
         return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
+def _without_made_up_names(param: str | None) -> str | None:
+    """Return the path of a field up to the first name that a client may have made up."""
+    head = None if param is None or param.startswith("metadata.") else _FIELD_PATH.match(param)
+    return param and (head[0] if head else param.partition(".")[0])
+
+
 # --------------------------------------------------------------------------------------------------------- request body
 # The headers of a request, and its body: whole and in time, or the reason why not. The scope owns `receive()`.
 
@@ -513,35 +534,3 @@ async def _read(receive: Receive, headers: Mapping[str, str], max_bytes: int, ta
         take(len(chunks[-1]))
         if not message.get("more_body", False):
             return b"".join(chunks)
-
-
-_PATH = re.compile(r"[a-z_]{1,40}(\.([a-z_]{1,40}|[0-9]{1,6})(?![^.]))*")
-
-
-_OF_OUTPUTS = (
-    *("first_scheduled_time", "first_token_time", "finish_reason"),
-    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-)
-
-
-def _known(param: str | None) -> str | None:
-    head = None if param is None or param.startswith("metadata.") else _PATH.match(param)
-    return param and (head[0] if head else param.partition(".")[0])
-
-
-def record_of(request: RequestScope, *, route: str, model: str, status: int) -> RequestRecord:
-    """The record of a request that has ended just now."""
-    of_outputs = {} if request.outputs is None else {n: getattr(request.outputs, n) for n in _OF_OUTPUTS}
-    return RequestRecord(
-        request_id=request.request_id,
-        method=request.method,
-        path=request.path,
-        route=route,
-        model=model,
-        status=status,
-        arrival_time=request.arrival_time,
-        ended_time=time.monotonic(),
-        error=request.error_code,
-        param=_known(request.error_param),
-        **of_outputs,
-    )

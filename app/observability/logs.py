@@ -3,7 +3,7 @@
 `app` configures it once at start-up and routes log one line per request through `log_request`. What libraries log by
 the standard library (Hypercorn's start and error lines) comes out in the same form.
 
-Promises: no prompt, no output text and no key is logged: a `RequestRecord` has no field for them, and tracebacks carry
+Promises: no prompt, no output text and no key is logged: a `AccessRecord` has no field for them, and tracebacks carry
 no local variables. What a client chose (a path, a model name) cannot forge a line or move the cursor of a terminal.
 """
 
@@ -27,7 +27,7 @@ else:
     sys.modules["rich"] = _rich
 
 if TYPE_CHECKING:
-    from app.http.record import RequestRecord  # whose scope logs by this module
+    from app.http.record import AccessRecord  # whose scope logs by this module
     from protocol.errors import ApiError
 
 request_logger = structlog.stdlib.get_logger("headrace.request")
@@ -109,7 +109,7 @@ def bound() -> dict[str, Any]:
     return structlog.contextvars.get_contextvars()
 
 
-def log_request(record: RequestRecord) -> None:
+def log_request(record: AccessRecord) -> None:
     """Log one request that has ended, however it ended. What did not happen is left out."""
     to_first_token = record.seconds_to_first_token
     fields: dict[str, Any] = {

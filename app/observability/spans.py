@@ -30,7 +30,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, format_span_id, form
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from app.config.settings import Settings
-from app.http.record import Phase, RequestRecord
+from app.http.record import AccessRecord, Phase
 from app.http.scope import RequestScope
 from app.observability.logs import bind
 from app.observability.metrics import Loss
@@ -76,7 +76,7 @@ class SpanTracer:
         ids = span.get_span_context()
         bind(trace_id=format_trace_id(ids.trace_id), span_id=format_span_id(ids.span_id))
 
-    def end(self, request: RequestScope, record: RequestRecord) -> None:
+    def end(self, request: RequestScope, record: AccessRecord) -> None:
         root = request.span
         if not isinstance(root, SpanOfSdk) or root.start_time is None:
             return  # it is not sampled
@@ -151,7 +151,7 @@ def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
     return found if len(found["traceparent"]) == 1 else {}
 
 
-def _attributes(request: RequestScope, record: RequestRecord) -> dict[str, Any]:
+def _attributes(request: RequestScope, record: AccessRecord) -> dict[str, Any]:
     """Return the attributes of a request's span; those that are None do not apply. Times are in seconds."""
     attributes: dict[str, Any] = {
         "http.request.method": record.method,

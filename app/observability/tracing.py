@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from app.config.settings import Settings, SettingsError
-from app.http.record import RequestRecord
+from app.http.record import AccessRecord
 from app.http.scope import RequestScope
 from app.observability.metrics import Loss
 from engine.fairness import TenantLRU
@@ -33,7 +33,7 @@ class Tracer(Protocol):
         """A request has come. From now on its log lines have the ids of its trace and span."""
         ...
 
-    def end(self, request: RequestScope, record: RequestRecord) -> None:
+    def end(self, request: RequestScope, record: AccessRecord) -> None:
         """It has ended."""
         ...
 
@@ -48,7 +48,7 @@ class NoTracer:
     def begin(self, request: RequestScope, route: str) -> None:
         pass
 
-    def end(self, request: RequestScope, record: RequestRecord) -> None:
+    def end(self, request: RequestScope, record: AccessRecord) -> None:
         pass
 
     def close(self) -> None:

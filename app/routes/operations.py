@@ -19,7 +19,7 @@ from app.http.scope import RequestScope
 from app.observability.logs import change_level
 from app.observability.metrics import CONTENT_TYPE
 from app.serving.generation import parse
-from app.serving.server import Phase, Server
+from app.serving.server import Server, ServerPhase
 from engine.commands import GetSnapshot, Profile, ResetPrefixCache, SetLogLevel, StartProfile, StopProfile
 from protocol.anthropic.dialect import ANTHROPIC, model_info, model_page
 from protocol.errors import ApiError
@@ -121,7 +121,7 @@ async def configure_logging(server: Server, request: RequestScope) -> None:
     """POST /configure_logging: the server logs from another severity on, until it ends."""
     body = await parse(server, ConfigureLogging, request)
     change_level(body.log_level)
-    if server.phase is Phase.READY:
+    if server.phase is ServerPhase.READY:
         server.model.llm.send(SetLogLevel(body.log_level))
     await request.send_json(200, orjson.dumps({"log_level": body.log_level}))
 
@@ -154,7 +154,7 @@ async def readyz(server: Server, request: RequestScope) -> None:
 
 
 async def startupz(server: Server, request: RequestScope) -> None:
-    started = server.phase not in (Phase.STARTING, Phase.FAILED)
+    started = server.phase not in (ServerPhase.STARTING, ServerPhase.FAILED)
     await request.send_json(200 if started else 503, orjson.dumps(server.status()))
 
 

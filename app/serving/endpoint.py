@@ -12,7 +12,7 @@ import anyio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.middleware import Access
-from app.http.scope import Handler, RequestScope, record_of
+from app.http.scope import Handler, RequestScope
 from app.observability.logs import log_request
 from app.runtime import in_steps, weight_so_far
 from app.serving.response_store import EventLog
@@ -73,7 +73,7 @@ async def run_and_account(
 
 def _account(server: Server, request: RequestScope, route: str, *, quiet: bool) -> None:
     status = _status(request)
-    record = record_of(request, route=route, model=server.settings.model_names[0], status=status)
+    record = request.record(route=route, model=server.settings.model_names[0], status=status)
     if request.outputs is not None:
         server.timelines.keep(request, status, record.ended_time)
     server.tracer.end(request, record)

@@ -25,7 +25,7 @@ from anyio.abc import TaskGroup
 from app.admission.admission import Admission, Limit
 from app.admission.tenants import Tenants
 from app.config.settings import Settings, SettingsError
-from app.http.hypercorn import Connection
+from app.http.hypercorn import ServerConnection
 from app.http.listening import notify
 from app.http.scope import Bodies, RequestScope
 from app.observability.metrics import Metrics
@@ -76,7 +76,7 @@ class Server:
             tenants=[tenant.name for tenant in self.tenants.all],
         )
         self.tracer = open_tracer(settings, self.metrics.on_lost_traces)
-        self.phase = Phase.STARTING
+        self.phase = ServerPhase.STARTING
         self.start_up = StartUp()
         self.loaded = anyio.Event()  # set when it becomes ready for the first time
         self.admission = Admission(
@@ -86,7 +86,7 @@ class Server:
             queued_seconds=lambda: self.admission.queued_seconds,
             stalled_seconds=lambda: 0.0 if self._llm is None else self._llm.seconds_without_progress(),
             waiting=self.admission.places.taken_by,
-            phases=Phase,
+            phases=ServerPhase,
             is_in=lambda phase: self.phase == phase,
             routing=lambda: None if self._llm is None else self._llm.routing,
             cache_config=self._cache_config,
@@ -109,9 +109,9 @@ class Server:
     @property
     def model(self) -> ServedModel:
         """The loaded model. Raises ApiError 503 while there is none."""
-        if self.phase in (Phase.READY, Phase.LEAVING) and self._model is not None:
+        if self.phase in (ServerPhase.READY, ServerPhase.LEAVING) and self._model is not None:
             return self._model
-        if self.phase is Phase.STARTING:
+        if self.phase is ServerPhase.STARTING:
             raise ApiError(
                 503,
                 "The model is still being loaded; /startupz tells how far it is.",
@@ -132,7 +132,7 @@ class Server:
     @property
     def is_alive(self) -> bool:
         """Whether the engine lives, or is on its way. It does not live when it has work and makes no steps."""
-        if self.phase is Phase.FAILED:
+        if self.phase is ServerPhase.FAILED:
             return False
         if self._llm is None:
             return True
@@ -151,7 +151,7 @@ class Server:
     @property
     def is_serving(self) -> bool:
         """As `is_ready`, were the queue empty."""
-        return self.phase is Phase.READY and self._llm is not None and self._llm.is_available and self.is_alive
+        return self.phase is ServerPhase.READY and self._llm is not None and self._llm.is_available and self.is_alive
 
     @property
     def num_open_requests(self) -> int:
@@ -180,10 +180,10 @@ class Server:
             "enable_prefix_caching": str(self.settings.enable_prefix_caching),
         }
 
-    def longest_stalled_connection(self) -> tuple[Connection, float] | None:
+    def longest_stalled_connection(self) -> tuple[ServerConnection, float] | None:
         """Of the connections on which every request waits for its client, the one that has done so for longest."""
-        stalled: dict[Connection, float] = {}
-        served: set[Connection] = set()
+        stalled: dict[ServerConnection, float] = {}
+        served: set[ServerConnection] = set()
         for request in self._requests:
             if request.connection is None:
                 continue
@@ -219,7 +219,7 @@ class Server:
         """For /startupz and /readyz: the phase, what is being done and for how long, and whether the queue is full."""
         return {
             "phase": self.phase,
-            "task": self.start_up.task if self.phase is Phase.STARTING else None,
+            "task": self.start_up.task if self.phase is ServerPhase.STARTING else None,
             "done": self.start_up.done,
             "total": self.start_up.total,
             "elapsed_seconds": round(time.monotonic() - self._started, 3),
@@ -236,7 +236,7 @@ class Server:
     def enter(self, request: RequestScope, *, quiet: bool) -> None:
         """A request has come. A drain waits for those that were here before it, unless they are quiet."""
         self._requests.add(request)
-        if not quiet and self.phase is not Phase.STOPPING:
+        if not quiet and self.phase is not ServerPhase.STOPPING:
             self._open_requests.add(request)
 
     def leave(self, request: RequestScope) -> None:
@@ -254,8 +254,8 @@ class Server:
         notify("STOPPING=1")
         logger.info("Draining, requests in flight: %d", len(self._open_requests))
         with anyio.move_on_after(self.settings.drain_timeout):
-            if leave_port is not None and self.phase is Phase.READY:
-                self.phase = Phase.LEAVING
+            if leave_port is not None and self.phase is ServerPhase.READY:
+                self.phase = ServerPhase.LEAVING
                 await leave_port()
             self._stop()
             await self._until_idle()
@@ -271,8 +271,8 @@ class Server:
         logger.log(level, "Drained, requests cut at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
 
     def _stop(self) -> None:
-        if self.phase is not Phase.FAILED:
-            self.phase = Phase.STOPPING
+        if self.phase is not ServerPhase.FAILED:
+            self.phase = ServerPhase.STOPPING
 
     async def _until_idle(self) -> None:
         while self._open_requests:
@@ -298,7 +298,7 @@ class Server:
         try:
             await self._load_and_serve()
         except Exception as error:
-            self.phase = Phase.FAILED
+            self.phase = ServerPhase.FAILED
             self._on_fatal(self._in_operators_words(error))
 
     def _in_operators_words(self, error: BaseException) -> BaseException:
@@ -371,7 +371,7 @@ class Server:
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.facts.compute_form),
                 )
                 collect_seldom()
-                self.phase = Phase.READY
+                self.phase = ServerPhase.READY
                 self.loaded.set()
                 logger.info("Ready after %.1f s", time.monotonic() - self._started)
                 error = await llm.wait_dead()
@@ -412,7 +412,7 @@ def _import_engine() -> None:
 # What a server is at a moment: its phase, how far loading is, and what there is once the model is loaded.
 
 
-class Phase(enum.StrEnum):
+class ServerPhase(enum.StrEnum):
     """STARTING → READY → STOPPING; FAILED from anywhere. LEAVING, before STOPPING, is not ready but serves."""
 
     STARTING = "starting"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.http.hypercorn import Connection
+from app.http.hypercorn import ServerConnection
 
 
 class _FailingServer:
@@ -16,7 +16,7 @@ class _FailingServer:
 
 
 async def test_connection_that_fails_does_not_end_the_server_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Connection, _FailingServer):
+    class Failing(ServerConnection, _FailingServer):
         def __init__(self, connected: socket.socket) -> None:
             self.stream = SimpleNamespace(socket=connected)
 

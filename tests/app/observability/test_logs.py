@@ -18,7 +18,7 @@ import structlog
 from hypercorn.config import Config
 
 from app.config.settings import Settings
-from app.http.record import RequestRecord
+from app.http.record import AccessRecord
 from app.observability.logs import bind, configure_logging, log_request
 from app.serving.loading import make_executor, open_files
 from gpu.parallel.multiproc import MultiprocExecutor
@@ -55,7 +55,7 @@ def a_request(**changes: Any) -> None:
         "num_prompt_tokens": 31,
         "num_output_tokens": 8,
     }
-    log_request(RequestRecord(**(known | changes)))
+    log_request(AccessRecord(**(known | changes)))
 
 
 def test_headers_of_http2_are_not_logged() -> None:
@@ -108,7 +108,7 @@ def test_a_traceback_shows_no_local_variables(log_format: str) -> None:
 
 def test_the_request_line_has_no_place_for_text() -> None:
     allowed = {"method", "path", "route", "model", "request_id", "finish_reason", "error", "param"}
-    text = {field.name for field in fields(RequestRecord) if "str" in str(field.type)}
+    text = {field.name for field in fields(AccessRecord) if "str" in str(field.type)}
     assert text == allowed
 
 

@@ -19,7 +19,7 @@ from app.application import create_app
 from app.config.settings import Settings, is_secret
 from app.config.sources import Given, check_settings, env_name
 from app.observability.metrics import Metrics
-from app.serving.server import Phase
+from app.serving.server import ServerPhase
 from tests.integration.deploy.dockerfile import environment, last_stage, only, texts
 from tests.integration.deploy.helm_release import CHART, CUSTOM, DEPLOY, NAMESPACE, RELEASE, Release
 
@@ -217,7 +217,7 @@ def test_devices_are_asked_for(release: Release) -> None:
 
 def test_scaling_goes_by_metrics_that_there_are(chart: helm_python.Chart) -> None:
     metrics = Metrics("model")
-    metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, Phase, lambda phase: False)
+    metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, ServerPhase, lambda phase: False)
     served = set(re.findall(r"^# TYPE (\S+) gauge", metrics.render().decode(), re.MULTILINE))
     releases = [Release(chart, values) for values in EXAMPLES]
     (scaled,) = [found for release in releases for found in release.of("ScaledObject")]

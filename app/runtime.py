@@ -1,8 +1,8 @@
 """The event loop's helpers: worker threads for long work, lag measurement, garbage collection.
 
-A hop to another thread and back costs about a tenth of a millisecond, and some milliseconds under load; whatever takes
-longer than that would be felt by all other streams. How long something will take is told by a cheap measure: the length
-of the body, the number of tokens and of log-probabilities.
+A hop to another thread and back costs about a tenth of a millisecond, and some milliseconds under load. Work that takes
+longer on the loop would delay all other streams. Its duration is estimated from the length of the body or the number of
+tokens and log-probabilities.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ INLINE_ANSWER: Final = 2048  # tokens and log-probabilities; writing them takes 
 READING_THREADS: Final = 2
 WRITING_THREADS: Final = 2
 
-_PER_OUTPUT = 8  # what an output weighs beside its tokens
+_PER_OUTPUT = 8  # the weight of an output in addition to its tokens
 _FLOATS_PER_TOKEN = 8  # of an embedding
 
 T = TypeVar("T")
 
 
 class Workload:
-    """The threads of one server's requests. Reading does not wait for writing, nor writing for reading."""
+    """The threads of one server's requests. Neither reading nor writing waits for the other."""
 
     def __init__(self) -> None:
         self._reading = FairThreads(READING_THREADS)
         self._writing = FairThreads(WRITING_THREADS)
 
     async def read(self, request: RequestScope, function: Callable[[], T], num_bytes: int = 0) -> T:
-        """What `function` makes of the request's body, and of `num_bytes` more. It may run on when nobody waits."""
+        """Run `function`, which reads the request's body and `num_bytes` more, and return its result. If the caller is
+        cancelled, `function` may run on."""
         if len(request.body) + num_bytes <= INLINE_BODY_BYTES:
             return function()
         return await self._reading.run(function)
 
     async def write(self, weight: int, function: Callable[[], T]) -> T:
-        """What `function` makes of so much of an answer. It may change what the request has, which waits for it."""
+        """Run `function`, which writes a part of an answer, and return its result. `weight` is in tokens and
+        log-probabilities. `function` may change the request's state, because the caller always waits for its end."""
         if weight <= INLINE_ANSWER:
             return function()
         return await self._writing.run(function, abandon=False)
 
 
 def weight_of(outputs: Iterable[RequestOutput]) -> int:
-    """How much there is to be written, in tokens and log-probabilities."""
+    """Return the weight of outputs: their tokens and log-probabilities."""
     weight = 0
     for output in outputs:
         weight += _PER_OUTPUT + len(output.token_ids)
@@ -69,7 +71,7 @@ def weight_of(outputs: Iterable[RequestOutput]) -> int:
 
 
 def weight_so_far(outputs: RequestStream | None) -> int:
-    """How much an answer holds that is made of all that has come."""
+    """Return the weight of an answer that is made of all outputs so far."""
     return 0 if outputs is None else outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
 
 
@@ -79,23 +81,21 @@ def _num_logprobs(positions: list[TokenLogprobs]) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------- event loop
-# Who keeps the event loop from its other work, and for how long.
-#
-# Two measures, because they answer two questions. *Lag* is what everybody on the loop feels: a task that sleeps for a
-# known time wakes up late by so much, whatever kept the loop: a callback, the interpreter's lock, another process on
-# the core. A *hold* is what one request did to it: the processor time of the loop's own thread in one step of the
-# request's task, from being resumed until it waits again. Others who want the core make no hold longer, so one that is
-# too long is a fault of the handler, and tests fail for it.
+# Two measures of what delays the event loop. *Lag* is the delay of every task: a task that sleeps for a known time
+# wakes up late, whatever the cause: a callback, the interpreter's lock, another process on the core. A *hold* is the
+# part of one request: the processor time of the loop's thread in one step of the request's task, from its resumption
+# until it waits again. Other processes make no hold longer, so a long hold is a fault of the handler, and tests fail
+# for it.
 
 
 logger = logging.getLogger(__name__)
 
-LAG_PERIOD: Final = 0.05  # seconds between two looks at the lag; oftener would be felt by an idle machine
+LAG_PERIOD: Final = 0.05  # seconds between two measurements of the lag; a shorter period would load an idle machine
 LONG_HOLD: Final = 0.05  # seconds; a longer one is logged
 
 
 async def measure_lag(on_lag: Callable[[float], None]) -> None:
-    """Tell `on_lag`, for ever, how late the loop wakes a task."""
+    """Call `on_lag` with the seconds by which the loop wakes a sleeping task late, until cancelled."""
     while True:
         due = time.perf_counter() + LAG_PERIOD
         await anyio.sleep(LAG_PERIOD)
@@ -104,7 +104,7 @@ async def measure_lag(on_lag: Callable[[float], None]) -> None:
 
 @coroutine
 def in_steps(work: Coroutine[Any, Any, None], on_step: Callable[[float], None]) -> Generator[Any, Any, None]:
-    """Run `work` and tell `on_step` the processor time of each of its steps, in seconds."""
+    """Run `work` and call `on_step` with the processor time of each of its steps, in seconds."""
     resume: Callable[[Any], Any] = work.send
     argument: Any = None
     while True:
@@ -117,32 +117,31 @@ def in_steps(work: Coroutine[Any, Any, None], on_step: Callable[[float], None]) 
             on_step(time.thread_time() - started)
         try:
             resume, argument = work.send, (yield waits_for)
-        except BaseException as error:  # a cancellation above all
+        except BaseException as error:  # usually a cancellation
             resume, argument = work.throw, error
 
 
 def warn_of_hold(seconds: float, by: str, request_id: str | None = None) -> None:
-    """Log a hold that others have felt."""
+    """Log a hold that delayed other tasks."""
     logger.warning("%s held the event loop for %.3f s (request %s)", by, seconds, request_id or "-")
 
 
 # -------------------------------------------------------------------------------------------------------------- garbage
-# What the garbage collector need not look at: modules that stay as long as the process, and requests that are alive.
+# Objects that the garbage collector need not visit: modules, which live as long as the process, and live requests.
 #
-# The server's modules consist of hundreds of thousands of objects, with torch's some 400,000. While they are imported
-# the collector goes over them again and again for nothing, a sixth of the time to ready; and every full collection
-# afterwards would take 0.1 s and more to find them alive, in which no token moves.
-#
-# Requests consist of some hundred objects each that live as long as their answers, and leave few cycles behind.
+# The server's modules have hundreds of thousands of objects, with torch's some 400,000. During their import the
+# collector would visit them many times, a sixth of the time to ready; and every full collection afterwards would stop
+# all streams for 0.1 s and more. A request has some hundred objects, which live as long as its answer and leave few
+# cycles.
 
 
-NEW_OBJECTS: Final = 50_000  # more than were let go of, until the youngest are looked at; Python's own number is 700
+NEW_OBJECTS: Final = 50_000  # more allocations than deallocations until a collection; Python's default is 700
 
 
 @contextmanager
 def frozen_imports(module: str) -> Iterator[None]:
-    """For a block that imports `module` and all it needs: nothing is collected meanwhile, and what is there at its end
-    is never looked at again. Does nothing if `module` was imported before, because then most of it would be garbage."""
+    """Collect nothing while the block imports `module`, and exempt all objects at its end from later collections. Does
+    nothing if `module` was imported before, because then most new objects would be garbage."""
     if module in sys.modules:
         yield
         return
@@ -155,7 +154,7 @@ def frozen_imports(module: str) -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """For a block that leaves little garbage, or keeps all that it makes."""
+    """Collect no garbage during the block, which must leave little of it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,6 +165,6 @@ def no_collection() -> Iterator[None]:
 
 
 def collect_seldom() -> None:
-    """From now on requests come and go. With 256 streams open the collector took a tenth of the event loop's time
-    otherwise, and 0.1 s at a stretch for each full collection."""
+    """Collect more seldom from now on. With 256 streams open, Python's default takes a tenth of the event loop's time,
+    and 0.1 s at a stretch for each full collection."""
     gc.set_threshold(NEW_OBJECTS)

@@ -13,13 +13,11 @@ import orjson
 from engine.messages import SPECIAL_MARK, RequestOutput
 
 INPUT_MESSAGES: Final = "gen_ai.input.messages"
-
-
 OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
 
 
 class Phase(StrEnum):
-    """What a request does. Those of its choices in the engine, from `QUEUE` to `DECODE`, rise to its answer."""
+    """The phases of a request. Those of a choice in the engine, from `QUEUE` to `DECODE`, are in ascending order."""
 
     RECEIVE = "receive"  # its body
     PARSE = "parse"
@@ -45,12 +43,11 @@ OUTPUT_FIGURES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRecord:
-    """What a request was and how it ended, for the log and for traces.
+    """The description and outcome of a request, for the log and for traces.
 
-    Times are `time.monotonic()`; what is None was not reached, or the request generates nothing.
-
-    `route` is the path's template. `error` is a type or code, not a message that may quote the prompt, and `param` the
-    path of the field at fault, up to the first name that a client may have made up.
+    Times are `time.monotonic()`; None if the request did not get there, or generates nothing. `route` is the path's
+    template. `error` is a type or code, not a message, which could quote the prompt. `param` is the path of the field
+    at fault, up to the first name that a client may have made up.
     """
 
     request_id: str
@@ -58,7 +55,7 @@ class AccessRecord:
     path: str
     route: str
     model: str
-    status: int  # what the client was sent, or 499 if it left before the first byte
+    status: int  # 499 if the client left before the first byte
     arrival_time: float
     ended_time: float
     error: str | None = None
@@ -76,23 +73,23 @@ class AccessRecord:
 
 
 # ----------------------------------------------------------------------------------------------------------- transcript
-# The messages of a request, for its trace, where `trace_messages` asks for them. Never more than some of each.
+# The messages of a request for its trace, if the setting `trace_messages` is on, within limits.
 
 
 T = TypeVar("T")
-MAX_MESSAGES: Final = 32  # the last of a conversation, and the first choices
+MAX_MESSAGES: Final = 32  # the last messages of a conversation, and the first choices
 MAX_CHARACTERS: Final = 4096  # of one message
 
 
 class Transcript:
-    """Takes the messages that a request brought, each as role and text, and listens to what it is answered."""
+    """The messages of a request, each as role and text, and of its answer."""
 
     def __init__(self, messages: Iterable[tuple[str, str]]) -> None:
         self._asked = [(role, text[:MAX_CHARACTERS]) for role, text in list(messages)[-MAX_MESSAGES:]]
         self._answers: dict[int, str] = defaultdict(str)
 
     def before(self, write: Callable[[RequestOutput], T]) -> Callable[[RequestOutput], T]:
-        """The writer's function, listened to."""
+        """Return a function that records an output and then calls `write`."""
 
         def note_and_write(output: RequestOutput) -> T:
             if output.index < MAX_MESSAGES and (room := MAX_CHARACTERS - len(self._answers[output.index])) > 0:
@@ -102,13 +99,13 @@ class Transcript:
         return note_and_write
 
     def attributes(self) -> dict[str, str]:
-        """JSON as the conventions have it."""
+        """Return the attributes of OpenTelemetry's conventions, as JSON."""
         answers = (("assistant", text) for _, text in sorted(self._answers.items()))
         return {INPUT_MESSAGES: _as_json(self._asked), OUTPUT_MESSAGES: _as_json(answers)}
 
 
 def _as_json(messages: Iterable[tuple[str, str]]) -> str:
-    told: list[dict[str, Any]] = [
+    parts: list[dict[str, Any]] = [
         {"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages
     ]
-    return orjson.dumps(told).decode()
+    return orjson.dumps(parts).decode()

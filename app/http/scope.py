@@ -1,9 +1,9 @@
 """A request as a scope: from the first byte of its body to the last byte of its answer.
 
-A `RequestScope` is the one owner of ASGI's `receive()`. Hypercorn delivers `http.disconnect` exactly once, and its
-`send()` never fails after the client has gone, so whoever else listened would swallow the only sign there is. The scope
-reads the body, then watches for the disconnect, and runs the handler in a cancel scope that the disconnect cancels.
-Whatever the handler holds open (an engine stream above all) is left on the way out.
+Only the `RequestScope` calls ASGI's `receive()`. Hypercorn delivers `http.disconnect` exactly once, and its `send()`
+never fails after the client has gone, so a second receiver would consume the only sign of a disconnect. The scope reads
+the body, then waits for the disconnect, and runs the handler in a cancel scope that the disconnect cancels. So the
+handler leaves its context managers, such as an engine stream.
 
 Handlers are plain functions of the scope and answer through it:
 
@@ -12,9 +12,9 @@ Handlers are plain functions of the scope and answer through it:
             ...
             await request.send_json(200, body)
 
-What a handler raises becomes the answer: the JSON error envelope while nothing has been sent, afterwards an error
-frame if the answer is an event stream. So does what ends it from outside: a deadline, a drain. A stream never ends
-without either its last event or an error frame, unless its client does not read.
+An exception of the handler becomes the answer: the JSON error envelope if nothing has been sent, an error frame if the
+answer is an event stream. A deadline or a drain ends the request in the same way. A stream ends with its last event or
+an error frame, unless its client does not read.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 Handler = Callable[["RequestScope"], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
-MAX_PIECE = 2**15  # bytes of an answer that are handed to the server at once, and read within `send_timeout`
+MAX_PIECE = 2**15  # bytes of an answer that are passed to the server at once; the client has `send_timeout` for each
 MAX_QUERY_FIELDS = 64
-BLOCKED_SECONDS = 0.01  # in one call to send, from which it counts as one that had to wait for the client
+BLOCKED_SECONDS = 0.01  # a call of send that takes longer has waited for the client
 MAX_BLOCKED = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _FIELD_PATH = re.compile(r"[a-z_]{1,40}(\.([a-z_]{1,40}|[0-9]{1,6})(?![^.]))*")
@@ -62,14 +62,13 @@ _FIELD_PATH = re.compile(r"[a-z_]{1,40}(\.([a-z_]{1,40}|[0-9]{1,6})(?![^.]))*")
 class RequestScope:
     """One HTTP request and its answer.
 
-    `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `outputs` is the
-    engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
-    `blocked_seconds` is how long sending had to wait for the client to read, and `blocked` when that was: the first of
-    the longer waits, from when until when. `warning` goes into the answer's header.
-    `follows_another` says that its stream ends with another request's.
+    `body` is complete when the handler runs. `tenant` belongs to the API key. `outputs` is the engine's stream, if the
+    handler has opened one; the log line, trace and timeline have its figures. `blocked_seconds` is the time for which
+    sending has waited for the client to read, and `blocked` are the first of the longer waits, as begin and end.
+    `warning` is sent in the answer's header. `follows_another` is True if the stream ends with another request's.
     """
 
-    # More attributes than instances of a class can share their keys for: without this each carries a dictionary.
+    # With so many attributes, instances do not share the keys of their dictionaries; slots save a dictionary for each.
     __slots__ = (
         *("_answered", "_asgi_send", "_body_timeout", "_ended_by", "_error_frame", "_handler", "_keep_alive"),
         *("_bodies", "_last_sent", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
@@ -92,39 +91,39 @@ class RequestScope:
         self.request_id = self._choose_request_id()
         self.arrival_time = time.monotonic()
         self.received_time: float | None = None  # when the body was complete
-        self.marks = [(Phase.RECEIVE, self.arrival_time)]  # when it began to do what, until it is the engine's
-        self.span: Span | None = None  # where requests are traced
+        self.marks = [(Phase.RECEIVE, self.arrival_time)]  # phases before the engine's, with the time they began
+        self.span: Span | None = None  # if requests are traced
         self.transcript: Transcript | None = None
         self.body = b""
         self.status: int | None = None
         self.client_gone = False
         self.error_code: str | None = None
         self.error_param: str | None = None  # the field at fault
-        self.error_status: int | None = None  # of the error, which may have come too late to be the answer's
-        self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
+        self.error_status: int | None = None  # of an error, even if the answer had begun with another status
+        self.answer_id: str | None = None  # the id in the answer's body, as in "chatcmpl-..."
         self.outputs: RequestStream | None = None
         self.blocked_seconds = 0.0
         self.blocked: list[tuple[float, float]] = []
         self.warning: str | None = None
         self.follows_another = False
-        self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds, and what to send
+        self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds of silence, and the bytes to send
         self._last_sent = self.arrival_time
         self._receive = receive
         self._asgi_send = send
         self._num_sending = 0
-        self._sending_since: float | None = None  # since when the client has not read any of what is being sent
+        self._sending_since: float | None = None  # the time since which the client has not read the data being sent
         self._bodies = bodies
         self._body_timeout = settings.body_timeout
         self._send_timeout = settings.send_timeout
         self._task_group: TaskGroup | None = None
         self._handler = anyio.CancelScope()
         self._error_frame: Callable[[ApiError], Awaitable[bytes]] | None = None
-        self._answered = False  # the last byte is out, or on its way
+        self._answered = False  # the last byte is sent or being sent
         self._ended_by: ApiError | None = None
         self.connection: ServerConnection | None = current_connection()
         self._shield: anyio.CancelScope | None = None
 
-    # --- what handlers use
+    # --- used by handlers
 
     def warn(self, warning: str | None) -> None:
         """Add `warning`, if there is one, to the header `x-headrace-warning`, which must not have been sent yet."""
@@ -132,45 +131,45 @@ class RequestScope:
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect that its client speaks."""
+        """The dialect of the request."""
         return dialect_of(self.path, self.headers)
 
     def query(self) -> dict[str, list[str]]:
-        """The fields of the query, each with all of its values. Raises ApiError 400 if there are very many."""
+        """Return the fields of the query with all their values. Raises ApiError 400 for too many fields."""
         try:
             return parse_qs(self.query_string.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS)
         except ValueError:
             raise ApiError(400, f"The query takes at most {MAX_QUERY_FIELDS} fields.") from None
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a companion of the handler inside this scope; it is cancelled when the handler has finished."""
+        """Run a function concurrently with the handler; it is cancelled when the handler has finished."""
         assert self._task_group is not None
         self._task_group.start_soon(function)
 
     def mark(self, phase: Phase) -> None:
-        """It does something else from now on."""
+        """Record that a phase begins now."""
         self.marks.append((phase, time.monotonic()))
 
     @property
     def progress(self) -> str:
-        """How far its answer is, in the words of the Responses API."""
+        """The status of the answer, as the Responses API names it."""
         return "in_progress"
 
     def attend(self, outputs: RequestStream) -> None:
-        """The engine's stream is open: the request has a place in the engine's queue."""
+        """Record that the engine's stream is open."""
         self.outputs = outputs
 
     async def send_json(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """The whole answer at once. `body` is JSON already."""
+        """Send the whole answer. `body` is JSON already."""
         await self.send_body(status, body, "application/json", headers)
 
     async def send_body(
         self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
     ) -> None:
-        """The whole answer at once, of any type."""
+        """Send the whole answer, of any content type."""
         self._answered = True
         extra = [(b"content-length", str(len(body)).encode())]
-        # Half an answer would be worse than a late one.
+        # A late answer is better than half an answer.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._start_response(status, content_type, extra, headers, more_follows=True)
             await self._send_pieces(body, more_body=False)
@@ -183,31 +182,31 @@ class RequestScope:
         keep_alive: tuple[float, bytes],
         more_follows: bool = False,
     ) -> None:
-        """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong.
+        """Begin an answer that is sent in chunks. `error_frame` makes its last frame if an error ends it.
 
-        `keep_alive` is sent whenever nothing else was for so many seconds, so that no proxy cuts the connection. With
-        `more_follows` the head waits for the first piece, which must come without waiting for anything.
+        `keep_alive` has the seconds of silence after which its bytes are sent, so that no proxy closes the connection.
+        With `more_follows` the head is sent with the first chunk, which must follow at once.
         """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         self._error_frame = error_frame
         await self._start_response(200, content_type, (), headers, more_follows=more_follows)
-        if self.method == "HEAD":  # nothing follows: a byte of a body would be read as the next answer's head
+        if self.method == "HEAD":  # the client would read a body as the next answer's head
             await self.end_stream(b"")
             self._handler.cancel()
             await anyio.lowlevel.checkpoint()
         self._keep_alive = keep_alive
 
     async def send_chunk(self, data: bytes) -> None:
-        """One piece of a stream. Waits while the client's socket is full."""
+        """Send a chunk of a stream. Waits while the client's socket is full."""
         if len(data) <= MAX_PIECE:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
             return
-        with anyio.CancelScope(shield=not self.client_gone) as self._shield:  # half an event would be none
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:  # clients cannot read half an event
             await self._send_pieces(data, more_body=True)
 
     @property
     def takes_more(self) -> bool:
-        """Whether `send_chunk_now` may be called: the stream has begun, and its connection can take a piece at once."""
+        """True if `send_chunk_now` may be called: the stream has begun, and its connection can take a chunk at once."""
         return (
             self._error_frame is not None
             and not self._answered
@@ -217,16 +216,16 @@ class RequestScope:
         )
 
     def send_chunk_now(self, data: bytes) -> None:
-        """One piece of a stream, without waiting and past all layers between."""
+        """Write a chunk of a stream straight to the transport, without waiting."""
         assert self.connection is not None
         self._last_sent = time.monotonic()
         self.connection.write_piece(data)
 
     async def end_stream(self, data: bytes) -> None:
-        """The last piece of a stream."""
+        """Send the last chunk of a stream."""
         self._answered = True
-        # The disconnect that follows every answer would otherwise interrupt what Hypercorn still does after the last
-        # byte: on trio, starting the connection's keep-alive timer.
+        # A disconnect follows every answer. Without the shield it would interrupt Hypercorn's work after the last byte:
+        # on trio, starting the connection's keep-alive timer.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._send_pieces(data, more_body=False)
 
@@ -234,17 +233,17 @@ class RequestScope:
         """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
 
         async def end() -> None:
-            # A loop, because an event loop's timer may come a millisecond early.
-            while (left := when - time.monotonic()) > 0:  # noqa: ASYNC110 - nothing but the clock tells
+            # A loop, because the event loop's timer may fire a millisecond early.
+            while (left := when - time.monotonic()) > 0:  # noqa: ASYNC110 - a clock has no event
                 await anyio.sleep(left)
             self.end(error, FinishReason.TIMEOUT)
 
         self.start_soon(end)
 
     def end(self, error: ApiError, reason: FinishReason) -> bool:
-        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the metrics.
+        """Cancel the handler and answer with `error`. `reason` is for the metrics.
 
-        Returns False if the answer is complete, or something else has ended it before.
+        Returns False, and does nothing, if the answer is complete or the request has been ended before.
         """
         if self._answered or self._ended_by is not None:
             return False
@@ -256,8 +255,8 @@ class RequestScope:
 
     @property
     def stalled_since(self) -> float | None:
-        """Since when the request has been waiting for its client, who has to send its body or to read; None if it is
-        not."""
+        """The time since which the request has waited for its client to send its body or to read; None if it does not
+        wait."""
         if self._sending_since is not None:
             return self._sending_since
         return self.arrival_time if self.received_time is None else None
@@ -273,9 +272,9 @@ class RequestScope:
             self.connection.abort()
 
     def tick(self, now: float) -> None:
-        """Called every so often with the time, while the request lives: a task of its own would cost every request more
-        than it is worth to the few that need it."""
-        if self._sending_since is not None:  # it is not the stream that is silent but the client that does not read
+        """Cut the client if it does not read, or send a keep-alive comment if one is due at `now`. Called periodically
+        for all requests, because a task for each would cost more."""
+        if self._sending_since is not None:  # the stream is not silent; its client does not read
             if now - self._sending_since >= self._send_timeout:
                 self.cut()
         elif self._keep_alive is not None and not self._answered and now - self._last_sent >= self._keep_alive[0]:
@@ -287,7 +286,7 @@ class RequestScope:
                 self.start_soon(lambda: self._send_comment(comment))
 
     async def _send_comment(self, comment: bytes) -> None:
-        if not self._num_sending and not self._answered:  # nor may it come between the pieces of an event
+        if not self._num_sending and not self._answered:  # a comment must not be sent between the pieces of an event
             await self.send_chunk(comment)
 
     def record(self, *, route: str, model: str, status: int) -> AccessRecord:
@@ -310,7 +309,7 @@ class RequestScope:
     # --- the scope itself
 
     async def run(self, handler: Handler) -> None:
-        """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
+        """Read the body, run the handler until it ends or the client leaves, and answer with its error, if any."""
         with self._bodies.held() as take:
             await self._run(handler, take)
 
@@ -327,7 +326,7 @@ class RequestScope:
                     except Exception as error:
                         await self._answer_with(error)
                     finally:
-                        self._keep_alive = None  # it may start companions, which a closing group would refuse
+                        self._keep_alive = None  # a comment is a new task, which a closing task group would refuse
                 if self._ended_by is not None and not self._answered:
                     await self._answer_with(self._ended_by)
                 self._task_group.cancel_scope.cancel()
@@ -353,7 +352,7 @@ class RequestScope:
         self._on_disconnect()
 
     def _on_disconnect(self) -> None:
-        if not self._answered:  # one follows every answer
+        if not self._answered:  # a disconnect follows every answer
             self._leave()
 
     def _leave(self) -> None:
@@ -364,7 +363,7 @@ class RequestScope:
 
     async def _answer_with(self, error: Exception) -> None:
         api_error = to_api_error(error)
-        if not isinstance(error, HeadraceError | ApiError):  # nobody foresaw it: a bug, and this is its only trace
+        if not isinstance(error, HeadraceError | ApiError):  # a bug
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code, self.error_status = api_error.code or api_error.type, api_error.status
         self.error_param = api_error.param
@@ -377,8 +376,8 @@ class RequestScope:
             await self.end_stream(await self._error_frame(error))
 
     async def _send_pieces(self, data: bytes, *, more_body: bool) -> None:
-        # Every layer below copies what it gets, and a client that reads slowly is told from one that does not by
-        # whether a piece gets through: so what is long goes out in pieces.
+        # In pieces, because every layer below copies its data, and because each piece that is sent shows that a slow
+        # client still reads.
         for begin in range(0, len(data) - MAX_PIECE, MAX_PIECE):
             await self._send({"type": "http.response.body", "body": data[begin : begin + MAX_PIECE], "more_body": True})
         rest = data[(len(data) - 1) // MAX_PIECE * MAX_PIECE :] if len(data) > MAX_PIECE else data
@@ -399,7 +398,7 @@ class RequestScope:
         finally:
             ended = time.monotonic()
             self._num_sending -= 1
-            self._sending_since = ended if self._num_sending else None  # the handler and a keep-alive may overlap
+            self._sending_since = ended if self._num_sending else None  # a keep-alive comment may overlap a chunk
             self._last_sent = ended
             self.blocked_seconds += ended - started
             if ended - started >= BLOCKED_SECONDS and len(self.blocked) < MAX_BLOCKED:
@@ -439,16 +438,16 @@ def _without_made_up_names(param: str | None) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------------- request body
-# The headers of a request, and its body: whole and in time, or the reason why not. The scope owns `receive()`.
+# Reading the headers and the body of a request, within limits of size and time.
 
 
-BYTES_BESIDE_PROMPT: Final = 4 * 2**20  # tools, schemas, parts of the conversation that are cut, several prompts
-BYTES_PER_TOKEN: Final = 64  # of the context: several times what a token's text takes as JSON
-MAX_BYTES_IN_ALL: Final = 256 * 2**20  # or four of the largest bodies
+BYTES_BESIDE_PROMPT: Final = 4 * 2**20  # for tools, schemas, truncated parts of the conversation, several prompts
+BYTES_PER_TOKEN: Final = 64  # of the context: several times the length of a token's text as JSON
+MAX_BYTES_IN_ALL: Final = 256 * 2**20  # of all bodies, or four of the largest bodies if that is more
 
 
 def decode_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """By lower-case name; of a header that comes twice, the first."""
+    """Return the headers by lower-case name; of a repeated header, the first."""
     headers: dict[str, str] = {}
     for name, value in raw:
         headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
@@ -498,7 +497,7 @@ class Bodies:
 
 
 class ClientGone(Exception):
-    """The client left before its request had arrived whole."""
+    """The client left before its whole request had arrived."""
 
 
 async def read_body(

@@ -1,7 +1,6 @@
 """The state of a running server: phase, model, engine, requests, drain.
 
-One `Server` per application, on its event loop. Routes ask it for what they need and get an `ApiError` while it cannot
-be had.
+One `Server` per application, on its event loop. Routes get its parts, or an `ApiError` while a part is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Streams that the engine's death has ended get this long to send their last frame before the process exits.
+# The time that streams have to send their last frame after the engine has died, before the process exits.
 ERROR_FRAME_SECONDS = 0.5
 
 SHUTTING_DOWN = ApiError(
@@ -62,8 +61,7 @@ ABORTED = ApiError(
 class Server:
     """State and lifetime of one application.
 
-    `on_fatal` is called when the engine could not be loaded or has died: serving on would be a lie, so the process
-    has to end.
+    `on_fatal` is called when the engine could not be loaded or has died; it must end the process.
     """
 
     def __init__(self, settings: Settings, on_fatal: Callable[[BaseException], None]) -> None:
@@ -94,9 +92,9 @@ class Server:
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
         self.workload = Workload()
-        self._requests: set[RequestScope] = set()  # all there are
-        self._open_requests: set[RequestScope] = set()  # those that a drain waits for
-        self._idle = anyio.Event()  # set when the last of them has ended, while draining
+        self._requests: set[RequestScope] = set()
+        self._open_requests: set[RequestScope] = set()  # the requests that a drain waits for
+        self._idle = anyio.Event()  # set when the last open request has ended, while draining
         self.task_group: TaskGroup | None = None  # set by the lifespan
         self.created = int(time.time())
         self._started = time.monotonic()
@@ -108,7 +106,7 @@ class Server:
 
     @property
     def model(self) -> ServedModel:
-        """The loaded model. Raises ApiError 503 while there is none."""
+        """The loaded model. Raises ApiError 503 if there is none."""
         if self.phase in (ServerPhase.READY, ServerPhase.LEAVING) and self._model is not None:
             return self._model
         if self.phase is ServerPhase.STARTING:
@@ -121,7 +119,7 @@ class Server:
         raise SHUTTING_DOWN
 
     def check_model_name(self, name: str | None) -> str:
-        """The name that the response carries. Raises ApiError 404 for a model that is not served here."""
+        """Return the model name for the response. Raises ApiError 404 for a model that is not served here."""
         names = self.settings.model_names
         if name is None or not self.settings.check_model_name:
             return name or names[0]
@@ -131,7 +129,7 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine lives, or is on its way. It does not live when it has work and makes no steps."""
+        """True if the engine runs or is being loaded. An engine that has work and makes no steps counts as dead."""
         if self.phase is ServerPhase.FAILED:
             return False
         if self._llm is None:
@@ -140,38 +138,38 @@ class Server:
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine runs, or the first one is on its way: not while those that died are started again."""
+        """True if an engine runs or the first one is being loaded; False while dead engines are restarted."""
         return self._model is None or self._llm is None or self._llm.is_available
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next request would be accepted, of some tenant at least."""
+        """True if at least one tenant would be admitted."""
         return self.is_serving and not self.admission.is_full
 
     @property
     def is_serving(self) -> bool:
-        """As `is_ready`, were the queue empty."""
+        """True if requests would be admitted to an empty queue."""
         return self.phase is ServerPhase.READY and self._llm is not None and self._llm.is_available and self.is_alive
 
     @property
     def num_open_requests(self) -> int:
-        """HTTP requests that are being answered, probes not counted."""
+        """The number of HTTP requests that are being answered, without probes."""
         return len(self._open_requests)
 
     @property
     def busy_tenants(self) -> set[str]:
-        """Names of those whose requests are here."""
+        """The names of the tenants that have requests here."""
         return {request.tenant.name for request in self._requests}
 
     @property
     def running_share(self) -> float:
-        """Running slots that are taken, of all."""
+        """The share of all running slots that are taken."""
         stats = None if self._llm is None else self._llm.last_stats
         slots = self.settings.max_num_seqs * self.admission.wait.count_engines()
         return 0.0 if stats is None else stats.num_running / slots
 
     def _cache_config(self) -> dict[str, str] | None:
-        """Labels of vLLM's."""
+        """Return the labels of vLLM's metric of this name; None before the model is loaded."""
         if self._model is None:
             return None
         return {
@@ -181,7 +179,7 @@ class Server:
         }
 
     def longest_stalled_connection(self) -> tuple[ServerConnection, float] | None:
-        """Of the connections on which every request waits for its client, the one that has done so for longest."""
+        """Return the connection that has waited for its client for longest with all of its requests, and since when."""
         stalled: dict[ServerConnection, float] = {}
         served: set[ServerConnection] = set()
         for request in self._requests:
@@ -198,13 +196,13 @@ class Server:
         return connection, since
 
     def abort(self, request_ids: Collection[str], but: RequestScope) -> int:
-        """End the requests of these ids, except `but`; their clients get what there is. Returns how many there were.
+        """End the requests with these ids, except `but`, and return their number. Their clients get the output so far.
 
-        An id is the one in the header x-request-id of the answer, or the one in its body.
+        An id is that of the answer's header x-request-id, or the one in its body.
         """
         ended = 0
         for request in list(self._open_requests):
-            if request is but or request.follows_another:  # which ends with that
+            if request is but or request.follows_another:  # a follower ends with the request that it follows
                 continue
             if {request.request_id, request.answer_id}.isdisjoint(request_ids):
                 continue
@@ -216,7 +214,7 @@ class Server:
         return ended
 
     def status(self) -> dict[str, Any]:
-        """For /startupz and /readyz: the phase, what is being done and for how long, and whether the queue is full."""
+        """Return the body of /startupz and /readyz: phase, progress of loading, and whether the queue is full."""
         return {
             "phase": self.phase,
             "task": self.start_up.task if self.phase is ServerPhase.STARTING else None,
@@ -229,27 +227,27 @@ class Server:
     # --- the lifetime
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run something that belongs to no connection, in the application's task group."""
+        """Run a function that belongs to no connection in the application's task group."""
         assert self.task_group is not None
         self.task_group.start_soon(function)
 
     def enter(self, request: RequestScope, *, quiet: bool) -> None:
-        """A request has come. A drain waits for those that were here before it, unless they are quiet."""
+        """Count a new request. A drain waits for it, unless it is `quiet` or came after the drain began."""
         self._requests.add(request)
         if not quiet and self.phase is not ServerPhase.STOPPING:
             self._open_requests.add(request)
 
     def leave(self, request: RequestScope) -> None:
-        """It has ended."""
+        """Stop counting a request that has ended."""
         self._requests.discard(request)
         self._open_requests.discard(request)
         if not self._open_requests:
             self._idle.set()
 
     async def drain(self, leave_port: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Take no new work, let requests in flight finish within `drain_timeout`, end the rest with an error.
+        """Refuse new requests, let those in flight finish within `drain_timeout`, and end the rest with an error.
 
-        `leave_port` returns when no connection can bring a request any more; until then, those that come are served.
+        `leave_port` returns when no connection can bring a request any more; until then new requests are served.
         """
         notify("STOPPING=1")
         logger.info("Draining, requests in flight: %d", len(self._open_requests))
@@ -280,10 +278,7 @@ class Server:
             await self._idle.wait()
 
     async def watch_requests(self) -> None:
-        """Let every request do what is due: cut a client that does not read, keep a silent stream alive.
-
-        And drop responses that have been kept for long enough.
-        """
+        """Cut clients that do not read, keep silent streams alive, and drop expired responses, until cancelled."""
         settings = self.settings
         timeout = min(settings.send_timeout, settings.sse_keep_alive or math.inf)
         while True:
@@ -294,7 +289,7 @@ class Server:
             self.responses.expire(now)
 
     async def run(self) -> None:
-        """Load the model and keep the engine until cancelled. Calls `on_fatal` if either fails."""
+        """Load the model and run the engine until cancelled. Calls `on_fatal` if either fails."""
         try:
             await self._load_and_serve()
         except Exception as error:
@@ -302,7 +297,7 @@ class Server:
             self._on_fatal(self._in_operators_words(error))
 
     def _in_operators_words(self, error: BaseException) -> BaseException:
-        """What has ended the server. Errors of model files know the file, not the setting that led to it."""
+        """Return the error that ended the server, with the setting `model` named in errors of model files."""
         from gpu.checkpoint import ModelError
         from protocol.chat_template import ChatTemplateError
 
@@ -351,7 +346,7 @@ class Server:
         async with llm.running():
             try:
                 self._llm = llm
-                # And the vocabulary: now, not by the first request, while the engine loads.
+                # The vocabulary is built while the engine loads, and not by the first request.
                 await to_thread.run_sync(grammars.build_tokenizer)
                 await to_thread.run_sync(prompts.prepare)
                 await to_thread.run_sync(build_models)
@@ -399,21 +394,22 @@ def _lack_of_memory(cause: BaseException) -> SettingsError:
 
 
 ServerHandler = Callable[[Server, RequestScope], Awaitable[None]]
-"""Answers a request by what the server has."""
+"""A handler of a route."""
 
 
 def _import_engine() -> None:
-    """What loads the model, and all that it is served with. On a thread, because the server answers meanwhile."""
+    """Import the modules that load and serve the model. Called on a thread: the server answers during the import."""
     with frozen_imports("app.serving.loading"):
         import engine.frontend.async_llm  # noqa: F401
 
 
 # --------------------------------------------------------------------------------------------------------- server state
-# What a server is at a moment: its phase, how far loading is, and what there is once the model is loaded.
+# The parts of a server's state: its phase, the loaded model, and the progress of loading.
 
 
 class ServerPhase(enum.StrEnum):
-    """STARTING → READY → STOPPING; FAILED from anywhere. LEAVING, before STOPPING, is not ready but serves."""
+    """The server's phases: STARTING → READY → STOPPING, and FAILED from any of them. In LEAVING, before STOPPING, the
+    server is not ready but still serves."""
 
     STARTING = "starting"
     READY = "ready"
@@ -424,7 +420,7 @@ class ServerPhase(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """Everything that exists once the model is loaded."""
+    """The state that exists once the model is loaded."""
 
     llm: AsyncLLM
     prompts: PromptEncoder
@@ -432,22 +428,22 @@ class ServedModel:
     embedding_size: int
     embedder: Embedder
     engine_info: EngineReady
-    default_sampling: Mapping[str, float | None]  # for requests that leave it open
-    chat_parameters: Mapping[str, float]  # which chats with a person add
+    default_sampling: Mapping[str, float | None]  # for fields that a request does not set
+    chat_parameters: Mapping[str, float]  # that chat clients for people add
     tokenizer_info: dict[str, Any]
-    fingerprint: str  # of the model and of how it is computed
+    fingerprint: str  # of the model and its compute form
 
 
 @dataclass(kw_only=True)
 class StartUp:
-    """How far loading is. Written by the thread that loads, read by the event loop."""
+    """The progress of loading. Written by the loading thread, read by the event loop."""
 
     task: str = "Starting"
     done: int = 0
     total: int | None = None
 
     def report(self, phase: str, done: int, total: int | None) -> None:
-        """A `gpu.checkpoint.Progress`."""
+        """Record the progress; a `gpu.checkpoint.Progress` callback."""
         if phase != self.task:
             logger.info("%s", phase)
         self.task, self.done, self.total = phase, done, total

@@ -27,10 +27,10 @@ CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client t
 
 
 class Endpoint:
-    """Runs `handler` for one route. `route` is the path's template, which metrics and traces go by.
+    """An ASGI application that runs `handler` for one route. `route` is the path's template, for metrics and traces.
 
     Quiet endpoints (probes, metrics) are counted but not logged, and a drain does not wait for them. `access` is the
-    key that `app.http.middleware.Authentication` asks for.
+    key that `app.http.middleware.Authentication` requires.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Endpoint:
 async def run_and_account(
     server: Server, request: RequestScope, route: str, handler: Handler, *, quiet: bool = False
 ) -> None:
-    """Run `handler` in the scope of `request`; afterwards, log line, timeline and trace."""
+    """Run `handler` in the scope of `request`, then write the log line, the timeline and the trace."""
 
     async def run() -> None:
         server.enter(request, quiet=quiet)
@@ -89,8 +89,8 @@ def _status(request: RequestScope) -> int:
 
 
 class Refusal:
-    """Answers every request with `error`, without reading its body. Neither logged nor counted, as anybody may ask for
-    it; but in a scope, so that a client that does not read the answer is cut like any other."""
+    """An ASGI application that answers with `error`, without reading the body. It neither logs nor counts, because it
+    answers clients without a key; it has a scope, so that a client that does not read the answer is cut."""
 
     def __init__(self, server: Server, error: ApiError) -> None:
         self._server = server
@@ -106,33 +106,30 @@ class Refusal:
 
 
 def refuse_with(server: Server) -> Callable[[ApiError], ASGIApp]:
-    """Makes a `Refusal` of an error."""
+    """Return a function that makes a `Refusal` of an error."""
     return partial(Refusal, server)
 
 
 # ----------------------------------------------------------------------------------------------------------- background
-# Requests that outlive their connection: a scope whose client is an event log.
-#
-# A response that is made in the background has a scope like any other request, with its deadline, its place in the
-# queue, its tenant, its figures; but it runs in the server's own task group, and what it sends goes into an `EventLog`,
-# which is always there and reads at any speed. Whoever wants to see it follows the log, from any connection and at its
-# own pace.
+# Requests that outlive their connection. A background response has a scope like any other request, with a deadline, a
+# queue slot, a tenant and figures; but it runs in the server's task group, and its client is an `EventLog`, which
+# never disconnects and reads at any speed. Clients follow the log from any connection and at their own speed.
 
 
 logger = logging.getLogger(__name__)
 
-# Seconds until it is told that it has begun: long enough to read, tokenize and refuse it on a busy machine, so that
-# what is wrong at once is told in plain words.
+# Seconds after which a background request is answered as begun: long enough to read, tokenize and refuse it on a busy
+# machine, so that a wrong request is answered with an error.
 ACCEPTED_WITHIN = 5.0
 
 Fail = Callable[[ApiError, Iterable[RequestOutput]], bytes]
-"""Makes the last events of a response that cannot go on; see `StreamWriter.fail_stream`."""
+"""A function that returns the last events of a response that failed; see `StreamWriter.fail_stream`."""
 
 
 class BackgroundScope(RequestScope):
-    """A request that has come on another's connection and goes on without it.
+    """The scope of a background response, which goes on without the connection of its request.
 
-    `failure` is what it ended with, if it failed.
+    `failure` is the error that ended it, if it failed.
     """
 
     __slots__ = ("_accepted", "_fail", "_log", "_write", "failure")
@@ -152,15 +149,15 @@ class BackgroundScope(RequestScope):
         self._accepted = anyio.Event()
 
     async def begin(self, server: Server, route: str, handler: Handler, when_over: Callable[[], None]) -> None:
-        """Start, and wait a moment for what is wrong with the request.
+        """Start the response, and wait until it is accepted, or at most ACCEPTED_WITHIN seconds.
 
-        Raises the ApiError that it is refused with. What comes later, its events tell.
+        Raises the ApiError of a refusal. Later errors are events of its log.
         """
 
         async def run() -> None:
             try:
                 await run_and_account(server, self, route, handler)
-            except Exception:  # a bug, which must not end the server
+            except Exception:  # a bug in one response must not end the server
                 logger.exception("A response in the background failed")
             finally:
                 self._log.end()
@@ -190,7 +187,7 @@ class BackgroundScope(RequestScope):
         self._log.append(data)
 
     def tick(self, now: float) -> None:
-        """Its client always reads, and needs no sign of life."""
+        """Do nothing: an event log always reads, and needs no keep-alive."""
 
     async def _send_error(self, error: ApiError) -> None:
         self.failure, self.status, self._answered = error, error.status, True
@@ -211,9 +208,9 @@ class BackgroundScope(RequestScope):
 
 
 async def follow(server: Server, request: RequestScope, log: EventLog, number: int) -> None:
-    """Answer with the events from this number on, those that are there and those that come.
+    """Answer with the events of the log from this number on, and with later ones as they come.
 
-    Raises ApiError 404 if they are gone.
+    Raises ApiError 404 if events were dropped.
     """
     events, number = log.read(number)
     request.follows_another = True

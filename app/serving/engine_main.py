@@ -1,7 +1,6 @@
-"""What runs in the engine's process: `python -m app.serving.engine_main`, started by
-`app.serving.loading.make_process_client`.
+"""The main module of an engine's process, started by `app.serving.loading.make_process_client`.
 
-It gets its settings from the server that started it, without secrets, and reads none by itself.
+The server sends it the settings, without secrets; the process reads none by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from engine.transport.wire import Report
 
 
 def build(setup: dict[str, Any], report: Report) -> EngineCore:
-    """Load the model that the server has opened already."""
+    """Load the model, which the server has opened already."""
     settings = Settings(**setup["settings"])
     configure_logging(settings)
     if setup["index"] is not None:

@@ -45,7 +45,7 @@ HEADERS_WITHIN = 0.1
 # Seconds for which the reader of one stream may write before it yields to others.
 WRITING_TURN = 0.005
 
-# The field by which a client forbids to write its prompt to a disk. Inside a JSON string its quotes would be escaped.
+# The field that forbids writing the prompt to a disk. Inside a JSON string its quotes would be escaped.
 _IN_MEMORY = re.compile(rb'"prompt_cache_retention"\s*:\s*"in[-_]memory"')
 COUNTED_CONTEXTS = 4  # the longest conversation whose tokens are counted, in contexts
 
@@ -54,7 +54,7 @@ Deadlines = tuple[float | None, float | None]  # of the whole answer and of its 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTask:
-    """What one HTTP request asks of the engine, and the writers of its answer.
+    """The description of one generation request: prompts, sampling fields and the writers of its answer.
 
     `body` has the sampling fields. One of the writers is made, by `body.stream`, when the engine's stream is open.
     """
@@ -256,7 +256,7 @@ async def _send_whole(
 
 
 def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
-    """How much of an answer repeats prompts."""
+    """Return the number of prompt tokens that the answer repeats."""
     return outputs.num_prompt_tokens if body.echo or body.return_token_ids else 0
 
 
@@ -283,7 +283,8 @@ async def _send_stream(
         await start()
 
     def forward(deltas: Collection[RequestOutput]) -> bool:
-        """Send what a step has brought right away, unless it ends a choice or the client lags."""
+        """Write the outputs of a step at once. Return False, without writing, if they end a choice, are too long, or
+        the client lags."""
         if not request.takes_more:
             return False
         for delta in deltas:
@@ -298,13 +299,13 @@ async def _send_stream(
     frames = b""
     turn_began = time.perf_counter()
     async for output in outputs:
-        outputs.listen(None)  # nor may it write while this does
+        outputs.listen(None)  # `forward` must not write in the meantime
         weight = weight_of([output])
-        # Raises for a failed output: before the first byte, that is a plain answer.
+        # Raises for a failed output, which is answered with a plain status if nothing was sent.
         frames = await server.workload.write(weight, partial(feed, output))
         outputs.listen(forward)
         if outputs.is_drained:
-            break  # these frames and the end in one piece
+            break  # so that these frames and the end are one chunk
         if request.status is None:
             await start(more_follows=bool(frames))
         if frames:
@@ -320,7 +321,7 @@ async def _send_stream(
 
 
 async def _has_begun(outputs: RequestStream) -> bool:
-    """Whether there is something to say soon."""
+    """Return True if there is an output within HEADERS_WITHIN seconds."""
     with anyio.move_on_after(HEADERS_WITHIN):
         await outputs.wait()
         return True

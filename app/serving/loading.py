@@ -1,6 +1,6 @@
-"""From settings to an engine: the only place that knows both the gpu room and the engine room.
+"""Engines made from settings: the only module that imports both the device side and the engine side.
 
-Numpy and, where it computes, torch are imported by `make_executor`, on the engine's thread or in its process.
+`make_executor` imports numpy, and torch if it computes, on the engine's thread or in its process.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAYOUT_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
-ENGINE_MODULE = "app.serving.engine_main"  # tests put one with faults in its place
+ENGINE_MODULE = "app.serving.engine_main"  # tests replace it by one with faults
 
 
 def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
-    """Find or fetch the model and read all but its weights. Blocks; raises ModelError, and ConfigError for more ranks
-    than it can be cut for, before any process of them is started."""
+    """Find or fetch the model and read everything but its weights. Blocks. Raises ModelError, and ConfigError if the
+    model cannot be divided among so many ranks, before any of their processes is started."""
     files = open_model(
         settings.model,
         cache_dir=settings.cache_dir,
@@ -74,7 +74,7 @@ def _check_layout(settings: Settings, files: ModelFiles) -> None:
     from gpu.runner.runner import WorkerOptions
     from gpu.sharding import Layout, check_cuts
 
-    computes_here = settings.executor != "ray"  # who computes on machines of Ray, its ranks find out
+    computes_here = settings.executor != "ray"  # on Ray's machines the ranks choose the library
     device = "cuda" if settings.device != "cpu" and cuda_devices() else "cpu"
     library = library_for(files.config, WorkerOptions(dtype=settings.dtype), device) if computes_here else None
     layout = Layout(**{name: getattr(settings, name) for name in LAYOUT_SETTINGS})
@@ -82,32 +82,31 @@ def _check_layout(settings: Settings, files: ModelFiles) -> None:
 
 
 def default_sampling(settings: Settings, files: ModelFiles) -> dict[str, float | None]:
-    """What a request gets that leaves its sampling open: every field that a model may recommend."""
+    """Return the sampling defaults of requests: a value for every field that a model may recommend."""
     neutral = SamplingParams()
     sampling = {name: getattr(neutral, name) for name in SAMPLING_FIELDS}
     if settings.sampling_defaults == "model" and files.sampling:
         sampling |= files.sampling
-        told = ", ".join(f"{name} {value}" for name, value in files.sampling.items())
-        logger.info("Sampling that requests leave open is what the model's authors recommend: %s", told)
+        values = ", ".join(f"{name} {value}" for name, value in files.sampling.items())
+        logger.info("Sampling defaults, as the model's authors recommend: %s", values)
     return sampling
 
 
 def chat_parameters(settings: Settings) -> dict[str, float]:
-    """What chats with a person add to their requests, as `/v1/models` tells them; a request without it is as the
-    authors recommend."""
+    """Return the fields that chat clients for people add to their requests, for `/v1/models`."""
     is_embedded = settings.model == EMBEDDED_MODEL and settings.sampling_defaults == "model"
     return dict(EMBEDDED_CHAT) if is_embedded else {}
 
 
 def fingerprint(files: ModelFiles, compute_form: str) -> str:
-    """`system_fingerprint`: the same as long as the same request with the same seed has the same answer, more or less.
-    Reads some of the weights' files."""
+    """Return the `system_fingerprint`, which changes when the same request with the same seed may get another answer.
+    Reads parts of the weights' files."""
     given = (model_digest(files).hex(), compute_form, version("headrace"))
     return f"fp_{hashlib.sha256(repr(given).encode()).hexdigest()[:10]}"
 
 
 def tokenizer_info(files: ModelFiles) -> dict[str, Any]:
-    """What clients may know of the tokenizer: its configuration, without the names of files and folders."""
+    """Return the tokenizer's configuration for clients, without the names of files and folders."""
     shown = {
         key: value
         for key, value in files.tokenizer_config.items()
@@ -132,7 +131,8 @@ def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
 
 
 def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
-    """What compiles grammars for a model, at the front door and in the engine. Raises ModelError if none can be."""
+    """Make a model's grammar compiler, for the server and for the engine. Raises ModelError if the model has no EOS
+    token."""
     if not files.config.eos_token_ids:
         raise ModelError(
             f"{files.name} names no EOS token, so no answer would end: eos_token_id (in a GGUF file "
@@ -146,10 +146,10 @@ def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
 def make_client(
     settings: Settings, files: ModelFiles, progress: Progress, grammars: GrammarCompiler | None = None
 ) -> EngineClient:
-    """The engine, or the engines, that the settings ask for, not yet started. Raises ConfigError.
+    """Make the client of the engines that the settings ask for, not yet started. Raises ConfigError.
 
-    An engine in this process shares the front door's `grammars`; one in a process of its own compiles for itself.
-    Where `executor` is ray, `join_ray` goes before.
+    An engine in this process shares the server's `grammars`; one in another process has its own compiler. With
+    `executor` ray, `join_ray` must have been called.
     """
     if not settings.has_engine_processes:
         return ThreadClient(core_factory(settings, files, grammars=grammars))
@@ -157,7 +157,7 @@ def make_client(
         return make_process_client(Share(settings), progress)
     size = settings.data_parallel_size
     most = settings.max_data_parallel_size or size
-    # Ray divides the machines of its cluster. An engine that may lose a process is started again, even a single one.
+    # Ray divides the machines of its cluster. An engine that may lose a process is restarted, even a single one.
     shares = [Share(settings)] * most if settings.executor == "ray" else divide(settings)
 
     def make(index: int) -> ProcessClient:
@@ -167,7 +167,7 @@ def make_client(
 
 
 def join_ray() -> None:
-    """Let this process be in the Ray cluster that RAY_ADDRESS names, or that its machine is in. Blocks; raises
+    """Connect this process to the Ray cluster that RAY_ADDRESS names, or that its machine is in. Blocks. Raises
     ConfigError."""
     if find_spec("ray") is None:
         hint = "pip install '.[ray]' in a clone of Headrace makes it work, or executor=mp"
@@ -179,15 +179,15 @@ def join_ray() -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """What one engine gets of a machine."""
+    """The part of a machine that one engine gets."""
 
     settings: Settings
-    kv_cache_share: float = 1.0  # of what one engine alone would take of the host's memory
-    devices: str | None = None  # the only CUDA devices that it sees; None: as this process
+    kv_cache_share: float = 1.0  # of the host memory that a single engine would use for its KV cache
+    devices: str | None = None  # the CUDA devices that it sees; None: those of this process
 
 
 def divide(settings: Settings) -> list[Share]:
-    """Each engine gets CUDA devices where there are any, and an equal part of cores and memory otherwise.
+    """Divide the machine among the engines: its CUDA devices, or equal parts of cores and memory if there are none.
 
     Raises ConfigError for more engines than devices.
     """
@@ -209,9 +209,9 @@ def divide(settings: Settings) -> list[Share]:
 
 
 def make_process_client(share: Share, progress: Progress, index: int | None = None) -> ProcessClient:
-    """An engine in a process, `app.serving.engine_main`, which opens the files that this process has opened before it.
+    """Make the client of an engine in a process, `app.serving.engine_main`, which opens the same files as this process.
 
-    `index` tells several engines apart in the log.
+    `index` is the engine's number in the log, if there are several.
     """
     # ZMQ: a twentieth of a start that does without
     from engine.transport.process_client import EngineProcess, ProcessClient
@@ -237,9 +237,9 @@ def core_factory(
     *,
     measures_anew: bool = False,
 ) -> Callable[[], EngineCore]:
-    """A function that loads the model and makes the engine's core; to be called on the thread that will run it.
+    """Return a function that loads the model and makes the engine's core. Call it on the thread that will run the core.
 
-    `measures_anew`: it believes nothing that was measured by those before it.
+    With `measures_anew` the core ignores the kept step costs.
     """
 
     def make_core() -> EngineCore:
@@ -247,7 +247,7 @@ def core_factory(
         logger.info("%s", executor.summary)
         config = engine_config(settings, executor, eos_token_ids=end_token_ids(files))
         description = describe(executor, settings)
-        description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all have as many
+        description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all engines have as many
         file = StepCostFile.of(settings, files, executor.machine, description)
         return EngineCore(
             config,
@@ -261,7 +261,7 @@ def core_factory(
 
 
 def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor | MultiprocExecutor:
-    """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
+    """Load the model onto the device that the settings ask for. Tests wrap it in an executor that fails."""
     with frozen_imports("gpu.executor"):
         from gpu.executor import load_executor
         from gpu.model_loader import import_what_computes

@@ -1,8 +1,8 @@
 """The process of `headrace serve`: workers, Hypercorn, SIGHUP, shutdown.
 
-`app.commands.cli` imports it. It promises that a port which cannot be had is known before anything is loaded, and stays
-ours from then on; that one process serves, because it holds one engine; and that asyncio, uvloop and trio behave alike.
-`deploy/hypercorn.toml` holds the same values for those who start Hypercorn themselves.
+1. The port is bound before the model is loaded, so that a port in use is reported at once.
+2. One process serves.
+3. asyncio, uvloop and trio behave alike. `deploy/hypercorn.toml` has the same values for `hypercorn app:main`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ STARTUP_TIMEOUT = 7 * 86400  # seconds: where the port is shared, the applicatio
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The socket that the server will listen on. Raises `SettingsError` when host and port cannot be had.
+    """Return the server's socket. Raises `SettingsError` if host and port cannot be bound.
 
-    It listens already, unless the port is shared: then connections go to those who have it until the model is loaded.
+    The socket listens already, unless the port is shared: then the other servers take the connections until the model
+    is loaded.
     """
     host, port = settings.host, settings.port
     try:
@@ -55,7 +56,7 @@ def bind(settings: Settings) -> socket.socket:
         ]
     except socket.gaierror as error:
         raise SettingsError(
-            f"host: got {host!r}, which is no address of this machine ({error.strerror}). A value that works: 127.0.0.1"
+            f"host: got {host!r}; allowed: an address of this machine ({error.strerror}). A value that works: 127.0.0.1"
         ) from error
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,7 +66,7 @@ def bind(settings: Settings) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         if not settings.reuse_port:
-            # Binding alone does not refuse a second server: two sockets may share an address until one listens.
+            # Two sockets may share an address until one listens, so binding alone does not refuse a second server.
             listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -79,13 +80,11 @@ def run(
     listener: socket.socket,
     shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until `shutdown_trigger` returns (by default: SIGTERM or Ctrl-C), then drain and return.
-
-    Takes over `listener`. A second Ctrl-C does not wait for the drain.
-    """
+    """Serve on `listener` until `shutdown_trigger` returns (by default at SIGTERM or Ctrl-C), then drain and return. A
+    second Ctrl-C does not wait for the drain."""
     config = hypercorn_config(settings, listener)
     trigger = shutdown_trigger or _signalled
-    asgi = cast(ASGIFramework, app)  # Hypercorn spells out every message type, Starlette says mapping
+    asgi = cast(ASGIFramework, app)  # Hypercorn has a type for each message, Starlette has mappings
     if settings.worker_class == "trio":
         import trio
         from hypercorn.trio import serve as serve_trio
@@ -107,7 +106,7 @@ def run(
 
 
 def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:
-    """Hypercorn's configuration, with the reasons in deploy/hypercorn.toml."""
+    """Return Hypercorn's configuration; deploy/hypercorn.toml has the reasons."""
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.backlog = BACKLOG
@@ -136,28 +135,29 @@ def _why_not(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"Port {port} needs rights that this user has not. Take one above 1023: headrace serve --port 8000"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"host: got {host!r}, which is no address of this machine. A value that works: 127.0.0.1"
+        return f"host: got {host!r}; allowed: an address of this machine. A value that works: 127.0.0.1"
     return f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. An address that works: 127.0.0.1:8000"
 
 
 # ------------------------------------------------------------------------------------------------------------- shutdown
-# From the sign to stop to the end: drain first, and end at once when asked a second time.
+# The shutdown: drain at the first request to stop, end at once at the second.
 #
-# The sign is a signal to this process, or what Hypercorn waits for: with `hypercorn app:main` the application runs in
-# a child process, and the parent tells it through an event of its own. Whoever signals the whole group (systemd, a
-# terminal) brings about both, in either order and milliseconds apart: that is one sign, not two.
+# A request to stop is a signal to this process, or Hypercorn's own trigger: with `hypercorn app:main` the application
+# runs in a child process, and the parent stops it by an event. A signal to the whole process group (by systemd or a
+# terminal) causes both, in either order and milliseconds apart; they count as one request.
 
 
 logger = logging.getLogger(__name__)
 
-ONE_SIGN_SECONDS = 1.0  # that the first signal may come after the parent's word and still mean the same
+ONE_REQUEST_SECONDS = 1.0  # a signal within this time after the parent's event belongs to the same request to stop
 
 
 class Shutdown:
-    """The end of one application. `drain` is called once and returns when no request is left."""
+    """The shutdown of one application. `drain` is called once and returns when no request is left."""
 
     def __init__(self, drain: Callable[[], Awaitable[None]], *, has_parent: bool | None = None) -> None:
-        """`has_parent`: whether a process of Hypercorn's gives the word, too; by default, whether there is one."""
+        """`has_parent`: True if a parent process of Hypercorn may trigger the shutdown, too; by default, if one
+        exists."""
         self._drain = drain
         self._has_parent = multiprocessing.parent_process() is not None if has_parent is None else has_parent
         self._asked = anyio.Event()
@@ -167,13 +167,13 @@ class Shutdown:
         self._draining = False
 
     async def wait_asked(self) -> None:
-        """Until the end is asked for."""
+        """Wait until a shutdown is requested."""
         await self._asked.wait()
 
     async def listen_for_signals(self) -> None:
-        """Take SIGTERM and SIGINT from now on: the first asks for the end, the second does not wait for it."""
+        """Handle SIGTERM and SIGINT: the first requests a shutdown, the second ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
-            return  # `headrace chat` serves from another thread and ends its server by itself
+            return  # the server of `headrace chat`, which ends it without signals
         with anyio.open_signal_receiver(*_unignored(signal.SIGTERM, signal.SIGINT)) as signals:
             async for number in signals:
                 if self._is_second():
@@ -184,11 +184,11 @@ class Shutdown:
                 self._ask()
 
     async def wait_and_drain(self, trigger: Callable[[], Awaitable[None]]) -> None:
-        """Wait for `trigger` or a signal, then drain. For `hypercorn_patches.drain_before_shutdown`."""
+        """Wait for `trigger` or a signal, then drain. Called by `app.http.hypercorn.drain_before_shutdown`."""
         async with anyio.create_task_group() as task_group:
 
-            async def wait_for(sign: Callable[[], Awaitable[None]]) -> None:
-                await sign()
+            async def wait_for(event: Callable[[], Awaitable[None]]) -> None:
+                await event()
                 task_group.cancel_scope.cancel()
 
             task_group.start_soon(wait_for, trigger)
@@ -205,35 +205,35 @@ class Shutdown:
         self._asked.set()
 
     def _is_second(self) -> bool:
-        """Of a signal that has just come, whether the end had been asked for before."""
+        """Return True if a signal that has just come is the second request to stop."""
         if self._signalled or self._asked_since is None:
             return self._signalled
-        # Without a parent only a signal can have asked for the end, although the shutdown trigger of `serve` may have
-        # taken it.
-        return not self._has_parent or time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
+        # Without a parent only a signal can have requested it before, even if the trigger of `serve` consumed it.
+        return not self._has_parent or time.monotonic() - self._asked_since >= ONE_REQUEST_SECONDS
 
 
 def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """A worker of Hypercorn ignores SIGINT, because its parent answers Ctrl-C for both."""
+    """Return the signals that this process does not ignore. A worker of Hypercorn ignores SIGINT, because its parent
+    handles Ctrl-C for both."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 # ------------------------------------------------------------------------------------------------------------ reloading
-# What a running server reads again at SIGHUP: the tenants of `api_keys_file`.
+# SIGHUP: a running server reads the tenants of `api_keys_file` again.
 
 
 _STAYS = "api_keys, admin_keys and other settings stay as they were at the start"
 
 
 def ignore_hangup(settings: Settings) -> None:
-    """Until `reload_on_hangup`, and after it: SIGHUP would end the process."""
+    """Ignore SIGHUP before and after `reload_on_hangup`, because it would end the process."""
     if _takes_hangup(settings):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 async def reload_on_hangup(server: Server) -> None:
-    """Take SIGHUP from now on. Who is gone from the file is refused at once; requests that run keep what they had. Of a
-    file that is wrong nothing is taken."""
+    """Read the tenants again at each SIGHUP. Keys that are gone from the file are refused at once; running requests
+    keep their tenants. A file with an error changes nothing."""
     settings = server.settings
     if not _takes_hangup(settings):
         return
@@ -247,56 +247,54 @@ async def reload_on_hangup(server: Server) -> None:
                 try:
                     tenants = await to_thread.run_sync(Tenants, settings)
                 except SettingsError as error:
-                    logger.error("Tenants and keys stay what they were. %s", error)
+                    logger.error("Tenants and keys stay as they were. %s", error)
                 else:
                     server.tenants.replace(tenants)
                     server.admission.set_tenants(tenants.all)
                     server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)
                     logger.info("Tenants and keys were read again, tenants: %d; %s", len(tenants.all), _STAYS)
     finally:
-        signal.signal(signal.SIGHUP, before)  # asyncio leaves the default
+        signal.signal(signal.SIGHUP, before)  # asyncio would leave the default
 
 
 def _takes_hangup(settings: Settings) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
-    return settings.api_keys_file is not None or not os.isatty(0)  # in a terminal it means that this is gone
+    return settings.api_keys_file is not None or not os.isatty(0)  # the terminal sends SIGHUP when it is closed
 
 
 # -------------------------------------------------------------------------------------------------------------- workers
-# Refuses `hypercorn --workers 2 app:main`, which would be two servers that take turns at answering.
-#
-# Each worker would load its own model and keep its own responses, places in the queue and prefix cache: half of the
-# responses would not be found, and no limit would hold. Hypercorn tells an application nothing about its workers, but a
-# worker is a process that was handed Hypercorn's configuration.
+# `hypercorn --workers 2 app:main` is refused. Each worker would load its own model and have its own kept responses,
+# queue and prefix cache: half of the responses would not be found, and no limit would hold. The number of workers is
+# read from Hypercorn's configuration, which is an argument of each worker's process.
 
 
-_TIMEOUT = 10.0  # seconds for all workers to have started
+_TIMEOUT = 10.0  # seconds in which all workers start
 
 
 def check_workers() -> None:
-    """Raise `SettingsError` if Hypercorn has been told to start more than one worker."""
+    """Raise `SettingsError` if Hypercorn is configured to start more than one worker."""
     process: Any = multiprocessing.current_process()
     parent = multiprocessing.parent_process()
     config = getattr(process, "_kwargs", {}).get("config")
     workers = getattr(config, "workers", 1)
     if parent is None or workers <= 1:
         return
-    # The last one says it, because a worker that is still starting when its parent ends would have a traceback as the
-    # log's last words. The others end with their parent.
+    # The last worker reports the error, because a worker that still starts when its parent ends would log a traceback
+    # after it. The others end with their parent.
     if process._identity[-1] < workers:
         parent.join(_TIMEOUT)
         if not parent.is_alive():
             os._exit(1)
     raise SettingsError(
-        f"workers: got {workers}, but one process serves one model: each worker would load the model again, and know "
-        "nothing of the others' responses and limits. A value that works: hypercorn --workers 1 app:main. For more "
-        "engines in one server, set data_parallel_size"
+        f"workers: got {workers}, allowed: 1. Each worker would load the model again, with its own responses and "
+        "limits. What works: hypercorn --workers 1 app:main. For more engines in one server, set data_parallel_size"
     )
 
 
 async def keep_informed(server: Server) -> None:
-    """READY=1 once the port is open and tokens can be made, then WATCHDOG=1 for as long as /livez would say 200."""
+    """Send systemd READY=1 when the port is open and the model is loaded, then WATCHDOG=1 while /livez would answer
+    200."""
     if "NOTIFY_SOCKET" not in os.environ:
         return
     await server.loaded.wait()

@@ -1,9 +1,11 @@
-"""What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread, and so is every
-prompt if the tokenizer's regexes are a stranger's: they may take seconds for a short text.
+"""Tokenization of prompts and conversations.
 
-A chat template that Headrace does not know is rendered in a process of its own, for two callers at a time, by threads
-of their own, so that tokenizing need not wait for it. A text that is too long for the model whatever its tokens are is
-refused before anything is done with it: tokenizing all that a body can hold takes many seconds.
+1. Short prompts are tokenized on the event loop, long ones on a worker thread. With an unknown tokenizer every prompt
+   is, because its regular expressions may take seconds for a short text.
+2. A chat template that Headrace does not know is rendered in a process of its own, for two callers at a time, on
+   threads that tokenization does not use.
+3. A text that is too long for the model whatever its tokens are is refused before it is tokenized, because the largest
+   body would take many seconds.
 """
 
 from __future__ import annotations
@@ -30,18 +32,18 @@ T = TypeVar("T")
 Prompts = Sequence[str | list[int] | ChatCompletionRequest]
 """Texts and token ids, or one conversation."""
 
-# Rendering and tokenizing 8,192 characters takes 1 to 3 ms, about what a hop to another thread and back may cost under
-# load; anything longer would be felt by other streams.
+# Rendering and tokenizing 8,192 characters takes 1 to 3 ms, about as long as a hop to another thread and back under
+# load. Longer work would delay other streams.
 INLINE_CHARACTERS = 8192
 TOKENIZER_THREADS = 2
 RENDERING_PROCESSES = 2
-# What rendering a message costs, in characters.
-CHARACTERS_PER_MESSAGE = 64
-TOOL_AS_MESSAGES = 8  # before it is known how long its schema is
+CHARACTERS_PER_MESSAGE = 64  # the cost of rendering a message
+TOOL_AS_MESSAGES = 8  # the estimated cost of a tool, before the length of its schema is known
 
 
 def open_prompts(settings: Settings, files: ModelFiles) -> PromptEncoder:
-    """As the settings say. Raises ChatTemplateError for a template that no conversation can be rendered with."""
+    """Make the encoder that the settings ask for. Raises ChatTemplateError for a template that renders no
+    conversation."""
     return PromptEncoder(
         files,
         tool_parser=settings.tool_parser,
@@ -53,7 +55,7 @@ def open_prompts(settings: Settings, files: ModelFiles) -> PromptEncoder:
 class PromptEncoder:
     """Tokenizer and chat template of the served model. Made on a worker thread, used on the event loop.
 
-    `template_timeout` bounds, in seconds, one rendering by a template that has a process. `close` ends its processes.
+    `template_timeout` limits, in seconds, one rendering in a template's process. `close` ends the processes.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class PromptEncoder:
         self._rendering = FairThreads(RENDERING_PROCESSES)
 
     def close(self) -> None:
-        """End what runs outside of this process. Conversations cannot be encoded any more."""
+        """End the template's processes. No conversation can be encoded afterwards."""
         if self._processes is not None:
             self._processes.close()
 
@@ -139,7 +141,7 @@ class PromptEncoder:
         )
         size = num_characters + num_beside + CHARACTERS_PER_MESSAGE * len(messages)
         if body.documents:
-            size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
+            size = INLINE_CHARACTERS + 1  # the length of their rendering is not known
         self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
 
         def render() -> list[Segment]:
@@ -151,7 +153,7 @@ class PromptEncoder:
                 documents=body.documents,
                 variables=self.syntax.thinking_variables(body.template_variables()),
             )
-            # What a template adds to the messages is its own affair.
+            # Checked again, because a template adds text to the messages.
             num_rendered = sum(len(text) for text, _ in segments)
             self._check_length(self._fewest_tokens(num_rendered), max_model_len, "messages")
             return segments
@@ -171,12 +173,12 @@ class PromptEncoder:
     def _conversation(
         self, body: ChatCompletionRequest
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, int, int]:
-        """The messages and the tools that the template gets, how many characters the messages have, and how many there
-        are beside."""
+        """Return the messages and tools for the template, the number of characters in the messages, and that of tools
+        and their calls."""
         given = body.messages_for_template(as_parts=self._template.takes_parts)
         messages, tools = self.syntax.for_template(given, body.tool_use)
         num_characters = sum(len(content_text(message["content"])) for message in messages)
-        # What a template makes of tools and their calls is longer than their JSON.
+        # An estimate: a template's rendering of tools and calls is longer than their JSON.
         calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
         return messages, tools, num_characters, len(orjson.dumps([tools, calls])) if tools or calls else 0
 
@@ -188,7 +190,7 @@ class PromptEncoder:
         param: str = "prompt",
         add_special_tokens: bool = True,
     ) -> list[list[int]]:
-        """Tokenize texts, with the BOS token if the model wants one; what is token ids already stays as it is.
+        """Tokenize texts, with the BOS token if the model wants one; leave token ids as they are.
 
         Raises InvalidRequest.
         """
@@ -209,23 +211,23 @@ class PromptEncoder:
         return await self._run(encode, size)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of a prompt, its special tokens included. An id without a token has none."""
+        """Return the text of a prompt, with its special tokens. Unknown ids have no text."""
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)  # see _encode
         return text
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
-        """Each token as the vocabulary spells it."""
+        """Return each token as the vocabulary spells it."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     @cached_property
     def _special_tokens_around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before a text and after it."""
+        """The special tokens that the tokenizer puts before a text and after it."""
         probe = self._tokenizer.encode("a")
         inside = [place for place, special in enumerate(probe.special_tokens_mask) if not special]
         return probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
 
     def _fewest_tokens(self, num_characters: int) -> int:
-        """A lower bound: no token stands for more characters than its entry in the vocabulary has."""
+        """Return a lower bound: a token has at most as many characters as the longest entry of the vocabulary."""
         return num_characters // self._longest_token
 
     @staticmethod
@@ -240,8 +242,7 @@ class PromptEncoder:
         return tokenize(self._plain_tokenizer, text, param="messages")
 
     def prepare(self) -> None:
-        """Build the plain tokenizer, which takes tenths of a second. Otherwise the first request that needs it would
-        build it on the event loop."""
+        """Build the plain tokenizer, which takes tenths of a second, before a request needs it on the event loop."""
         _ = self._plain_tokenizer
 
     @cached_property
@@ -258,16 +259,16 @@ class PromptEncoder:
 
 
 def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text. Raises `InvalidRequest` where the tokenizer gives up.
+    """Return the token ids of a text. Raises `InvalidRequest` if the tokenizer fails.
 
-    A batch of one: `encode` keeps the interpreter's lock to its end, which stops the event loop from any thread; and
-    offsets, which nobody here asks for, are half of its cost.
+    A batch of one, because `encode` holds the interpreter's lock to its end, which stops the event loop from any
+    thread, and computes offsets, half of its cost.
     """
     try:
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     except BaseException as error:
-        # A regex of tokenizer.json that goes astray on a text is a panic in Rust, which no `except Exception` catches.
+        # A regular expression of tokenizer.json that fails on a text is a panic in Rust, which is no Exception.
         if type(error).__name__ != "PanicException":
             raise
-        raise InvalidRequest(f"The tokenizer of this model cannot read {param}.", param=param) from error
+        raise InvalidRequest(f"The model's tokenizer fails on {param}. Send another text.", param=param) from error
     return encoding.ids

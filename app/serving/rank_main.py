@@ -1,4 +1,4 @@
-"""What runs in a rank's process of a server: `gpu.parallel.rank_main`, whose log is the server's."""
+"""The main module of a rank's process: `gpu.parallel.rank_main` with the server's log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gpu.parallel.rank_main import main
 
 @dataclass(frozen=True)
 class RankLog:
-    """`RankSetup.log`."""
+    """The contents of `RankSetup.log`."""
 
     log_level: str
     log_format: str
-    fields: dict[str, Any]  # that the lines of its engine have
+    fields: dict[str, Any]  # of every log line of its engine
 
 
 def configure(setup: RankSetup) -> None:
-    """Have what is logged come out like everything else that the server says."""
+    """Configure the log as the server's."""
     log = RankLog(**setup.log)
     configure_logging(log)
     bind(**log.fields, rank=setup.layout.rank)

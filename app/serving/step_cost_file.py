@@ -1,7 +1,7 @@
-"""Where the table of step costs is kept between two starts: in the cache folder, a file for each model, machine and
-settings that steps depend on, which says what /server_info says, as far as a simulation needs it.
+"""The file of step costs in the cache folder, one for each model, machine and settings that steps depend on.
 
-Used on the engine's thread, or in its process. What cannot be read or written costs a measurement, never a start.
+1. It has the parts of /server_info that a simulation needs.
+2. A file that cannot be read or written costs a measurement, never a start. Used on the engine's thread or process.
 """
 
 from __future__ import annotations
@@ -28,27 +28,24 @@ logger = logging.getLogger(__name__)
 FOLDER = "step_costs"
 MAX_BYTES = 65536  # of a file
 MAX_FILES = 64
-MUCH = 3.0  # the factor between two tables from which on one of them must be wrong, as by other work on the machine
+MUCH = 3.0  # a factor between two tables from which on one must be wrong, for example by other work on the machine
 
-# No step of one decode takes longer on any machine that is fit to serve: reading the weights once from slow memory, and
-# what a step costs besides.
+# The longest step of one decode on any useful machine: the weights are read once from slow memory, and a fixed cost.
 _SLOWEST_MEMORY = 0.5e9  # bytes per second
 _SLOWEST_STEP = 0.1  # seconds
 
-# The settings that change what a step costs, besides those that `machine` tells.
+# The settings that change the costs of steps, in addition to those in `machine`.
 SETTINGS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "pipeline_depth", "load_format")
 
 
 def latest(settings: Settings) -> Path | None:
-    """The file of the engine of this model that ended last, with these settings or those that differ least; None if
-    there is none."""
+    """Return the file of this model with the most similar settings, the newest of several; None if there is none."""
     ranks = {file: rank for file in _folder(settings).glob("*.json") if (rank := _rank(file, settings)) is not None}
     return min(ranks, key=lambda file: ranks[file], default=None)
 
 
 def _rank(file: Path, settings: Settings) -> tuple[int, float] | None:
-    """How many of the settings that change costs are others, and then the latest first; None for another model, and for
-    what is no such file."""
+    """Return a sort key: the number of settings that differ, then the age. None for another model or a foreign file."""
     try:
         if not file.is_file():
             return None
@@ -67,11 +64,11 @@ def _folder(settings: Settings) -> Path:
 
 class _Content(msgspec.Struct):
     step_cost: StepCostTable
-    times_of_earlier: float = 1.0  # the costs of this table, divided by those of the table before it
+    times_of_earlier: float = 1.0  # the costs of this table divided by those of the one that it replaced
 
 
 def difference(path: Path) -> str | None:
-    """Return a warning if the table of this file differs much from the one that was measured before it."""
+    """Return a warning if the table of this file differs much from the one that it replaced."""
     try:
         times = msgspec.json.decode(path.read_bytes(), type=_Content).times_of_earlier
     except (OSError, ValueError):
@@ -87,7 +84,7 @@ def _difference(times: float) -> str | None:
 
 
 class StepCostFile:
-    """One table, and the description of the engine whose steps it tells of."""
+    """One table of step costs, with the description of its engine."""
 
     def __init__(
         self, path: Path, description: Mapping[str, Any] | None = None, *, most_seconds: float = math.inf
@@ -99,7 +96,7 @@ class StepCostFile:
 
     @classmethod
     def of(cls, settings: Settings, files: ModelFiles, machine: str, description: Mapping[str, Any]) -> StepCostFile:
-        """The file of what is served. `machine` tells device, processor, forms of weights and threads."""
+        """Return the file for a model. `machine` names the device, processor, forms of weights and threads."""
         try:
             torch = version("torch")
         except PackageNotFoundError:
@@ -112,10 +109,10 @@ class StepCostFile:
         return cls(_folder(settings) / f"{name}.json", description, most_seconds=most_seconds)
 
     def read(self) -> StepCostTable | None:
-        """The table, if there is one that is whole."""
+        """Return the table; None if there is none or it is damaged."""
         try:
             if not S_ISREG(self.path.stat().st_mode):
-                raise ValueError("not a file")  # a pipe would be waited for without end
+                raise ValueError("not a file")  # reading a pipe could block for ever
             with self.path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
@@ -126,15 +123,15 @@ class StepCostFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("The step costs in %s are measured anew: %s", self.path, error)
+            logger.warning("The step costs in %s cannot be used and are measured again: %s", self.path, error)
             return None
 
     def _check(self, table: StepCostTable) -> None:
         if (seconds := table.decode.at(1)) > self._most_seconds:
-            raise ValueError(f"{seconds:.2g} s for one decode are more than this model can take on any machine")
+            raise ValueError(f"{seconds:.2g} s for one decode is more than this model takes on any machine")
 
     def write(self, table: StepCostTable) -> None:
-        """Keep a table, whole or not at all; of too many files the oldest go."""
+        """Write a table atomically, and delete the oldest of too many files."""
         try:
             self._check(table)
         except ValueError as error:

@@ -226,7 +226,7 @@ def test_a_file_that_went_wrong_changes_nothing_and_is_told(
         keys_file.unlink()
     else:
         keys_file.write_text(content)
-    reload(server, "tenants and keys stay what they were. api_keys_file: ")
+    reload(server, "tenants and keys stay as they were. api_keys_file: ")
     for key in SECRETS:
         assert ask(server, key).status_code == 200
     assert ask(server, "a").status_code == 401

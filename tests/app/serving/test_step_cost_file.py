@@ -51,7 +51,7 @@ def test_a_torn_or_foreign_file_is_told_of_and_replaced(
     file.path.write_text(file.path.read_text()[:-9] if content == "{" else content)
     with caplog.at_level(logging.WARNING):
         assert file.read() is None
-    assert "a.json are measured anew" in caplog.text
+    assert "a.json cannot be used and are measured again" in caplog.text
     file.write(table)
     assert file.read() == table
 

@@ -13,8 +13,9 @@ megabytes of wrong messages takes 20 s.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import orjson
 from pydantic import (
@@ -23,17 +24,21 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     FailFast,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
+    PlainValidator,
     PrivateAttr,
+    Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.errors import ApiError, shown, to_api_error
+from protocol.errors import TAG_PREFIX, ApiError, shown, to_api_error
 
 MAX_FIELDS = 1024
 """Of one object, unknown ones included."""
@@ -44,7 +49,6 @@ MAX_JSON_WEIGHT = 2**20
 _COMPOUND = 8  # the weight of an object, array or field name in addition to that of a number
 _PIECE = 64 * 1024  # bytes that are counted without releasing the interpreter's lock
 _MAX_SHOWN = 40  # characters of an unknown type that come back
-_JSON_TYPES = {str: "$string", list: "$array", dict: "$object", bool: "$bool"}
 
 
 def at_most(limit: int, entries: str) -> BeforeValidator:
@@ -82,37 +86,79 @@ def _num_inside(objects: list[Any], depth: int = 3) -> int:
     return count
 
 
-def json_type(expected: str) -> Discriminator:
-    """Tells the members of a union by their JSON type: their tags are `$string`, `$array`, `$object` and `$bool`.
-
-    `expected` is what a value of another type is told to be.
-    """
-    return Discriminator(
-        lambda value: _JSON_TYPES.get(type(value)), custom_error_type="shape", custom_error_message=expected
-    )
-
-
 def type_of(value: Any) -> Any:
-    """The `type` of an object, or of a model that has been made of one; None if it has none."""
+    """Return the `type` of an object or a model; None if it has none."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
-def type_tag(value: Any) -> str:
-    """The tag of an object in a union of models by `type`, for pydantic's `Discriminator`."""
-    return f"${type_of(value)}"
+class OneOf:
+    """Annotates a union of at most one model without a fixed `type`, models with one, and other JSON types.
+
+    An object goes to the model with its `type` (`default` where it has none), and one of a type for which `others` is
+    true to the model without: its schema excludes the served types, unless the member brings its own. All else is
+    refused: a value that is no `expected` by that word, a type by its name. `kind_of` returns an object's type.
+    """
+
+    def __init__(
+        self,
+        expected: str = "an object",
+        *,
+        default: str | None = None,
+        others: Callable[[str], bool] = lambda kind: True,
+        kind_of: Callable[[Any], Any] = type_of,
+    ) -> None:
+        self._expected, self._default, self._others, self._kind_of = expected, default, others, kind_of
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        plain: dict[type, str] = {}  # tags by Python types
+        words: tuple[str, ...] = ()
+        kinds: dict[str | type, str] = {}  # tags by `type`, or by the model that `kind_of` returns
+        other: str | None = None
+        members = [*(get_args(source) if get_origin(source) in (Union, UnionType) else (source,))]
+        for number, member in enumerate(members):
+            tag = f"{TAG_PREFIX}{number}"
+            base = get_origin(_unannotated(member)) or _unannotated(member)
+            if not (isinstance(base, type) and issubclass(base, BaseModel)):
+                plain[str if base is Literal else base] = tag
+                words = get_args(_unannotated(member)) if base is Literal else words
+            elif served := get_args(base.model_fields["type"].annotation) if "type" in base.model_fields else ():
+                kinds |= dict.fromkeys(served, tag)
+            else:
+                other = kinds[base] = tag
+        names = [kind for kind in kinds if isinstance(kind, str)]
+        if other is not None and names and get_origin(member := members[int(other[1:])]) is not Annotated:
+            members[int(other[1:])] = Annotated[member, with_type({"type": "string", "not": {"enum": names}})]
+        wrong = f"{TAG_PREFIX}wrong"
+
+        def tag_of(value: Any) -> str:
+            if (tag := plain.get(type(value))) is not None:
+                return tag if not words or value in words else wrong
+            kind = self._kind_of(value)
+            kind = self._default if kind is None else kind
+            if (tag := kinds.get(kind) if isinstance(kind, str | type) else None) is not None:
+                return tag if isinstance(value, dict | BaseModel) else wrong
+            is_other = isinstance(kind, str) and self._others(kind) if names else isinstance(value, dict | BaseModel)
+            return other if other is not None and is_other else wrong
+
+        def refuse(value: Any) -> NoReturn:
+            if not isinstance(value, dict) or not names:
+                raise PydanticCustomError("shape", self._expected)
+            if (kind := value.get("type")) is None:
+                raise PydanticCustomError("rule", f"is required: one of {', '.join(names)}", {"field": "type"})
+            refuse_type(kind, names)
+
+        choices = [Annotated[each, Tag(f"{TAG_PREFIX}{number}")] for number, each in enumerate(members)]
+        choices.append(Annotated[Any, PlainValidator(refuse), SkipJsonSchema(), Tag(wrong)])  # type: ignore[type-arg]
+        return handler.generate_schema(Annotated[Union[tuple(choices)], Discriminator(tag_of)])  # noqa: UP007
 
 
-def check_type(value: Any, kinds: Sequence[str], default: str | None = None) -> None:
-    """Refuses an object of another `type` by name. `default` is the type of an object that tells none."""
-    if not isinstance(value, dict):
-        raise PydanticCustomError("shape", "an object")
-    kind = value.get("type")
-    if kind is None:
-        kind = default
-    if kind is None:
-        raise PydanticCustomError("rule", f"is required: one of {', '.join(kinds)}", {"field": "type"})
-    if kind not in kinds:
-        refuse_type(kind, kinds)
+def with_type(kind: Mapping[str, Any]) -> WithJsonSchema:
+    """The JSON Schema of an object with a `type` of this schema."""
+    return WithJsonSchema({"type": "object", "properties": {"type": dict(kind)}, "required": ["type"]})
+
+
+def _unannotated(member: Any) -> Any:
+    return get_args(member)[0] if get_origin(member) is Annotated else member
 
 
 def refuse_type(kind: Any, kinds: Sequence[str], field: str = "type") -> NoReturn:
@@ -122,16 +168,6 @@ def refuse_type(kind: Any, kinds: Sequence[str], field: str = "type") -> NoRetur
     raise PydanticCustomError(
         "rule", f"is {shown}, which is not supported by this server; send {works}", {"field": field}
     )
-
-
-def known_types(*kinds: str, default: str | None = None) -> BeforeValidator:
-    """`check_type` for a field, before the object's other fields are looked at."""
-
-    def check(value: Any) -> Any:
-        check_type(value, kinds, default)
-        return value
-
-    return BeforeValidator(check)
 
 
 def json_text(value: Any, param: str) -> str:

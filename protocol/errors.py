@@ -137,13 +137,12 @@ def _sentence(error: ErrorDetails, path: str) -> str:
         return f"{path} is required."
     if kind == "rule":  # our own, worded where it is written
         return f"{path} {error['msg']}."
-    if kind == "shape":  # our own, when a field takes several JSON types
-        return f"{path} must be {error['msg']}, got {shown(given)}."
-    expected = _EXPECTED.get(kind)
+    expected = error["msg"] if kind == "shape" else _EXPECTED.get(kind)  # ours, for several JSON types
     if expected is None:
         return f"{path} is not valid: {error['msg']}."
     secret = error["loc"][:1] in ((), ("messages",), ("prompt",), ("cache_salt",)) and kind != "literal_error"
-    return f"{path} must be {expected.format(**error.get('ctx', {}))}, got {shown(given, secret)}."
+    expected = expected if kind == "shape" else expected.format(**error.get("ctx", {}))
+    return f"{path} must be {expected}, got {shown(given, secret)}."
 
 
 def shown(value: Any, secret: bool = False) -> str:

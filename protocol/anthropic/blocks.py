@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema
+from pydantic import WithJsonSchema
 
-from protocol.body import ClientModel, at_most, check_type, fail_fast, json_text, json_type, known_types, type_tag
-from protocol.tools.unsupported import MAX_TOLD, Unread, Unserved, none_of, read_or_unread, types_schema
+from protocol.body import ClientModel, OneOf, at_most, fail_fast, json_text, type_of, with_type
+from protocol.tools.unsupported import MAX_TOLD, Unread, Unserved
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384
@@ -52,9 +52,9 @@ class ToolUseBlock(ClientModel):
     input: dict[str, Any]
 
 
-_string_or_list = json_type("a string or an array of content blocks")
-_TextBlocks = Annotated[list[Annotated[TextBlock, known_types("text")]], fail_fast, at_most(MAX_BLOCKS, "blocks")]
-Text = Annotated[Annotated[str, Tag("$string")] | Annotated[_TextBlocks, Tag("$array")], _string_or_list]
+_TextBlocks = Annotated[list[Annotated[TextBlock, OneOf()]], fail_fast, at_most(MAX_BLOCKS, "blocks")]
+_string_or_list = OneOf("a string or an array of content blocks")
+Text = Annotated[str | _TextBlocks, _string_or_list]
 """A string, or blocks of text."""
 
 
@@ -67,9 +67,6 @@ class ToolReferenceBlock(ClientModel):
     @property
     def text(self) -> str:
         return f"Found the tool {self.tool_name}."
-
-
-_SOURCES = ("text", "content")
 
 
 class PlainTextSource(ClientModel):
@@ -98,11 +95,7 @@ class DocumentBlock(ClientModel):
     """A document that comes as text."""
 
     type: Literal["document"]
-    source: Annotated[
-        Annotated[PlainTextSource, Tag("$text")] | Annotated[ContentSource, Tag("$content")],
-        Discriminator(type_tag),
-        known_types(*_SOURCES),
-    ]
+    source: Annotated[PlainTextSource | ContentSource, OneOf()]
     title: str = ""
     context: str = ""
 
@@ -128,31 +121,27 @@ def _lines(*texts: str) -> str:
     return "\n".join(filter(None, texts))
 
 
-_UNREAD_DOCUMENT = {
-    "type": "object",
-    "properties": {"type": {"const": "document"}, "source": none_of(*_SOURCES).json_schema},
-    "required": ["type", "source"],
-}
-
-
-def _document_tag(value: Any) -> str:
-    source = value.get("source") if isinstance(value, dict) else None
-    kind = source.get("type") if isinstance(source, dict) else None
-    return "$unread" if isinstance(kind, str) and kind not in _SOURCES else "$text"
-
-
+_SOURCES = ("text", "content")
 _READ = ("text", "tool_reference", "search_result", "document")
-_AnyDocument = Annotated[
-    Annotated[DocumentBlock, Tag("$text")] | Annotated[Unread, Tag("$unread"), WithJsonSchema(_UNREAD_DOCUMENT)],
-    Discriminator(_document_tag),
+_UNREAD_SOURCE = {"source": with_type({"type": "string", "not": {"enum": list(_SOURCES)}}).json_schema}
+_UNREAD_SCHEMAS = [
+    with_type({"type": "string", "not": {"enum": list(_READ)}}).json_schema,
+    {"type": "object", "properties": {"type": {"const": "document"}, **_UNREAD_SOURCE}, "required": ["type", "source"]},
 ]
+
+
+def _result_kind(block: Any) -> Any:
+    source = type_of(block.get("source")) if isinstance(block, dict) and block.get("type") == "document" else None
+    return Unread if isinstance(source, str) and source not in _SOURCES else type_of(block)
+
+
 _Result = Annotated[
-    Annotated[TextBlock, Tag("$text")]
-    | Annotated[ToolReferenceBlock, Tag("$tool_reference")]
-    | Annotated[SearchResultBlock, Tag("$search_result")]
-    | Annotated[_AnyDocument, Tag("$document")]
-    | Annotated[Unread, Tag("$unread"), none_of(*_READ)],
-    read_or_unread(*_READ),
+    TextBlock
+    | ToolReferenceBlock
+    | SearchResultBlock
+    | DocumentBlock
+    | Annotated[Unread, WithJsonSchema({"anyOf": _UNREAD_SCHEMAS})],
+    OneOf(kind_of=_result_kind),
 ]
 _Results = Annotated[list[_Result], fail_fast, at_most(MAX_BLOCKS, "blocks")]
 
@@ -162,10 +151,9 @@ class ToolResultBlock(ClientModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Annotated[str, Tag("$string")] | Annotated[_Results, Tag("$array")], _string_or_list] = ""
+    content: Annotated[str | _Results, _string_or_list] = ""
 
 
-_SERVED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document", "search_result")
 # What is left of calls of tools that Anthropic runs, and of other services of its.
 _UNSERVED = (
     *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction"),
@@ -175,33 +163,22 @@ _UNSERVED = (
 )
 
 
-def _is_unserved(value: Any) -> bool:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
-        return isinstance(value, Unserved)
+def _is_unserved(kind: str) -> bool:
     return kind in _UNSERVED or kind.endswith(("_tool_use", "_tool_result"))  # there will be more of them
 
 
-def _known_block(value: Any) -> Any:
-    if not _is_unserved(value):
-        check_type(value, _SERVED)
-    return value
-
-
 _Block = Annotated[
-    Annotated[TextBlock, Tag("$text")]
-    | Annotated[ThinkingBlock, Tag("$thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("$redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag("$tool_use")]
-    | Annotated[ToolResultBlock, Tag("$tool_result")]
-    | Annotated[DocumentBlock, Tag("$document")]
-    | Annotated[SearchResultBlock, Tag("$search_result")]
-    | Annotated[Unserved, Tag("$unserved"), types_schema(_UNSERVED)],
-    Discriminator(lambda value: "$unserved" if _is_unserved(value) else type_tag(value)),
-    BeforeValidator(_known_block),
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | Annotated[Unserved, with_type({"enum": list(_UNSERVED)})],
+    OneOf(others=_is_unserved),
 ]
-_Blocks = Annotated[list[_Block], fail_fast, at_most(MAX_BLOCKS, "blocks")]
-Content = Annotated[Annotated[str, Tag("$string")] | Annotated[_Blocks, Tag("$array")], _string_or_list]
+Content = Annotated[str | Annotated[list[_Block], fail_fast, at_most(MAX_BLOCKS, "blocks")], _string_or_list]
 
 _ONLY_IN = {
     **dict.fromkeys(("tool_result", "document", "search_result"), "user"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
 
 import orjson
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest, PromptTooLong
@@ -22,12 +22,12 @@ from protocol.anthropic.blocks import (
     unanswered_calls,
     with_results,
 )
-from protocol.body import ClientModel, at_most, at_most_bytes, at_most_inside, fail_fast, type_of
+from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, at_most_inside, fail_fast, type_of
 from protocol.errors import ApiError
 from protocol.openai.chat import MAX_MESSAGES
 from protocol.openai.generation import NO_LIMIT
 from protocol.tools.kinds import MAX_TOOL_BYTES, MAX_TOOLS
-from protocol.tools.unsupported import LeftOut, Unserved, none_of, types_of
+from protocol.tools.unsupported import LeftOut, Unserved, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 # ---------------------------------------------------------------------------------------------------------------- tools
@@ -126,26 +126,13 @@ class FixedTool(ClientModel):
         return {"type": "function", "function": function | ({} if self.strict is None else {"strict": self.strict})}
 
 
-def _tag(value: Any) -> str | None:
-    kind = type_of(value)
-    if kind is None or kind == "custom":
-        return "$custom"
-    if not isinstance(kind, str):
-        return None
-    return "$fixed" if _TYPE.fullmatch(kind) else "$unserved"
+def _kind(tool: Any) -> Any:
+    kind = type_of(tool)
+    return FixedTool if isinstance(kind, str) and _TYPE.fullmatch(kind) else kind
 
 
 Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[Tool, Tag("$custom")]
-            | Annotated[FixedTool, Tag("$fixed")]
-            | Annotated[Unserved, Tag("$unserved"), none_of("custom")],
-            Discriminator(
-                _tag, custom_error_type="rule", custom_error_message="must be an object with a type, such as custom"
-            ),
-        ]
-    ],
+    list[Annotated[Tool | FixedTool | Unserved, OneOf(default="custom", kind_of=_kind)]],
     fail_fast,
     at_most_bytes(MAX_TOOL_BYTES),
     at_most(MAX_TOOLS, "tools"),

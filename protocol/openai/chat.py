@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import structs
-from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
-from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type, refuse_type
+from protocol.body import ClientModel, OneOf, at_most, at_most_inside, check_size, fail_fast, refuse_type
 from protocol.errors import shown
 from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import ChatLogprobs
@@ -41,7 +41,7 @@ from protocol.request_fields import RequestFields
 from protocol.syntax.message_parts import MessageFormat
 from protocol.syntax.message_syntax import MessageSyntax
 from protocol.tools.kinds import CustomTool, ToolUse
-from protocol.tools.unsupported import LeftOut, Unread, none_of, read_or_unread, types_of
+from protocol.tools.unsupported import LeftOut, Unread, types_of
 
 # Of a template: a request cannot set them on the side.
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -72,16 +72,9 @@ class RefusalPart(ClientModel):
         return self.refusal
 
 
-_READ = ("text", "refusal")
-Part = Annotated[
-    Annotated[TextPart, Tag("$text")]
-    | Annotated[RefusalPart, Tag("$refusal")]
-    | Annotated[Unread, Tag("$unread"), none_of(*_READ)],
-    read_or_unread(*_READ),
-]
+Part = Annotated[TextPart | RefusalPart | Unread, OneOf()]
 Content = Annotated[
-    Annotated[str, Tag("$string")] | Annotated[list[Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
-    json_type("a string or an array of text parts"),
+    str | Annotated[list[Part], fail_fast, at_most(MAX_PARTS, "parts")], OneOf("a string or an array of text parts")
 ]
 
 

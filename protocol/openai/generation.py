@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import (
@@ -22,7 +22,7 @@ from engine.messages import (
     RANGES,
     SamplingParams,
 )
-from protocol.body import ClientModel, at_most, json_type
+from protocol.body import ClientModel, OneOf, at_most
 from protocol.openai.logprobs import LogprobsWriter, PromptParts
 from protocol.openai.structured import StructuredOutputFields
 from protocol.request_fields import RequestFields, TokenIds
@@ -33,8 +33,7 @@ NO_LIMIT = -1  # as max_tokens
 MAX_LOGPROBS_IN_ALL = 2**21  # of one response; about 200 MB while it is made
 
 StopStrings = Annotated[
-    Annotated[str, Tag("$string")] | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries"), Tag("$array")],
-    json_type("a string or an array of strings"),
+    str | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries")], OneOf("a string or an array of strings")
 ]
 
 

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
 from msgspec import structs
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
-from protocol.body import ClientModel, RequestBody, at_most, fail_fast, json_type, known_types, type_tag
+from protocol.body import ClientModel, OneOf, RequestBody, at_most, fail_fast
 from protocol.syntax import grammars
 
 MAX_CHOICES = 4096
@@ -43,11 +43,7 @@ def _from_json(value: Any) -> Any:
         ) from None
 
 
-Schema = Annotated[
-    Annotated[dict[str, Any], Tag("$object")] | Annotated[bool, Tag("$bool")],
-    json_type("a JSON Schema: an object, true or false"),
-    BeforeValidator(_from_json),
-]
+Schema = Annotated[dict[str, Any] | bool, OneOf("a JSON Schema: an object, true or false"), BeforeValidator(_from_json)]
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], fail_fast, at_most(MAX_CHOICES, "choices"), Field(min_length=1)]
 
@@ -116,14 +112,7 @@ class StructuralTagFormat(ClientModel):
         return grammars.tagged_json(tags, triggers=self.triggers)
 
 
-ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("$text")]
-    | Annotated[JsonObjectFormat, Tag("$json_object")]
-    | Annotated[JsonSchemaFormat, Tag("$json_schema")]
-    | Annotated[StructuralTagFormat, Tag("$structural_tag")],
-    Discriminator(type_tag),
-    known_types("text", "json_object", "json_schema", "structural_tag"),
-]
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, OneOf()]
 
 
 class StructuredOutputs(ClientModel):

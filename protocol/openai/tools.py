@@ -5,27 +5,17 @@ Tools are functions and custom tools: others, which OpenAI runs itself, are left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 
 from engine.errors import InvalidRequest
-from protocol.body import (
-    ClientModel,
-    at_most,
-    at_most_bytes,
-    check_size,
-    check_type,
-    fail_fast,
-    json_text,
-    known_types,
-    type_tag,
-)
+from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, check_size, fail_fast, json_text
 from protocol.tools.kinds import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
-from protocol.tools.unsupported import Unserved, none_of, one_of, types_of
+from protocol.tools.unsupported import Unserved, types_of
 
 MAX_TOOL_CALLS = 128  # of one message
 MAX_PARAMETERS = 64 * 1024  # bytes of JSON, of one function
@@ -88,11 +78,7 @@ class CustomDefinition(ClientModel):
 
     name: FunctionName
     description: str | None = None
-    format: Annotated[
-        Annotated[TextFormat, Tag("$text")] | Annotated[GrammarFormat, Tag("$grammar")],
-        Discriminator(type_tag),
-        known_types("text", "grammar"),
-    ] = TextFormat(type="text")
+    format: Annotated[TextFormat | GrammarFormat, OneOf()] = TextFormat(type="text")
 
 
 class CustomToolDefinition(ClientModel):
@@ -141,20 +127,9 @@ class NamedCustomTool(ClientModel):
         return self.custom.name
 
 
-_SERVED = ("function", "custom")
 AnyTool = ToolDefinition | CustomToolDefinition | Unserved
 Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[ToolDefinition, Tag("$function")]
-            | Annotated[CustomToolDefinition, Tag("$custom")]
-            | Annotated[Unserved, Tag("$unserved"), none_of(*_SERVED)],
-            one_of(*_SERVED),
-        ]
-    ],
-    fail_fast,
-    at_most_bytes(MAX_TOOL_BYTES),
-    at_most(MAX_TOOLS, "tools"),
+    list[Annotated[AnyTool, OneOf()]], fail_fast, at_most_bytes(MAX_TOOL_BYTES), at_most(MAX_TOOLS, "tools")
 ]
 
 
@@ -163,16 +138,7 @@ class AllowedTools(ClientModel):
 
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[
-            Annotated[
-                Annotated[NamedFunction, Tag("$function")]
-                | Annotated[NamedCustomTool, Tag("$custom")]
-                | Annotated[Unserved, Tag("$unserved"), none_of(*_SERVED)],
-                one_of(*_SERVED),
-            ]
-        ],
-        fail_fast,
-        at_most(MAX_TOOLS, "tools"),
+        list[Annotated[NamedFunction | NamedCustomTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
     ] = Field(min_length=1)
 
 
@@ -184,34 +150,15 @@ class AllowedToolsChoice(ClientModel):
 
 
 _Word = Literal["none", "auto", "required"]
-
-
-def _word_or(tag_of_object: Callable[[Any], str | None], words: str, example: str) -> Discriminator:
-    """Tells the members of a union of one of `words` and objects."""
-    return Discriminator(
-        lambda value: (
-            ("$word" if value in words.split(", ") else None) if isinstance(value, str) else tag_of_object(value)
-        ),
-        custom_error_type="shape",
-        custom_error_message=f"{words} or {example}",
-    )
-
-
-def _known_choice(value: Any) -> Any:
-    if isinstance(value, dict):
-        check_type(value, (*_SERVED, "allowed_tools"))
-    return "required" if value == "any" else value  # as Mistral's clients say
-
-
-ToolChoice = Annotated[
-    Annotated[_Word, Tag("$word"), WithJsonSchema({"enum": ["none", "auto", "required", "any"]})]
-    | Annotated[NamedFunction, Tag("$function")]
-    | Annotated[NamedCustomTool, Tag("$custom")]
-    | Annotated[AllowedToolsChoice, Tag("$allowed_tools")],
-    _word_or(type_tag, "none, auto, required", '{"type": "function", "function": {"name": "..."}}'),
-    BeforeValidator(_known_choice),
-]
 Choice = _Word | NamedFunction | NamedCustomTool | AllowedToolsChoice
+ToolChoice = Annotated[
+    Annotated[_Word, WithJsonSchema({"enum": ["none", "auto", "required", "any"]})]
+    | NamedFunction
+    | NamedCustomTool
+    | AllowedToolsChoice,
+    OneOf('none, auto, required or {"type": "function", "function": {"name": "..."}}'),
+    BeforeValidator(lambda value: "required" if value == "any" else value),  # as Mistral's clients say
+]
 
 
 def _arguments_text(arguments: Any) -> Any:
@@ -271,12 +218,7 @@ class CalledCustomTool(ClientModel):
 
 
 CalledTools = Annotated[
-    list[
-        Annotated[
-            Annotated[CalledTool, Tag("$function")] | Annotated[CalledCustomTool, Tag("$custom")],
-            Discriminator(lambda value: "$custom" if type_tag(value) == "$custom" else "$function"),
-        ]
-    ],
+    list[Annotated[CalledTool | CalledCustomTool, OneOf(default="function")]],
     fail_fast,
     at_most(MAX_TOOL_CALLS, "calls"),
 ]
@@ -285,10 +227,7 @@ CalledTools = Annotated[
 Functions = Annotated[
     list[FunctionDefinition], fail_fast, at_most_bytes(MAX_TOOL_BYTES), at_most(MAX_TOOLS, "functions")
 ]
-FunctionCall = Annotated[
-    Annotated[Literal["none", "auto"], Tag("$word")] | Annotated[ToolName, Tag("$object")],
-    _word_or(lambda value: "$object" if isinstance(value, dict) else None, "none, auto", '{"name": "..."}'),
-]
+FunctionCall = Annotated[Literal["none", "auto"] | ToolName, OneOf('none, auto or {"name": "..."}')]
 
 
 def tools_of(

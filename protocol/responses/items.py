@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
-from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, page_size, type_of
+from protocol.body import ClientModel, OneOf, at_most, at_most_inside, fail_fast, page_size, with_type
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
 from protocol.responses.tools import (
@@ -26,8 +26,7 @@ from protocol.responses.tools import (
     new_id,
     texts,
 )
-from protocol.tools.kinds import BUILT_IN
-from protocol.tools.unsupported import Unserved, types_schema
+from protocol.tools.unsupported import Unserved
 
 MAX_ITEMS = 16384
 MAX_PARTS_IN_ALL = 16384
@@ -92,12 +91,6 @@ CallOutput = CallOutputItem | BuiltInOutputItem
 Item = MessageItem | Call | CallOutput | ReasoningItem
 
 
-_TAGS = {
-    **{name: f"${name}" for name in ("message", "function_call", "custom_tool_call", "reasoning", "item_reference")},
-    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), "$output"),
-    **{f"{name}_call": "$built_in_call" for name in BUILT_IN},
-    **{f"{name}_call_output": "$built_in_output" for name in BUILT_IN},
-}
 # What is left of calls of tools that OpenAI runs, and of other services of its: a server of text cannot bring it back.
 _UNSERVED = (
     *("additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call"),
@@ -107,45 +100,17 @@ _UNSERVED = (
 )
 
 
-def _item_tag(value: Any) -> str | None:
-    if isinstance(value, dict) and "type" not in value:
-        return "$message"
-    return "$unserved" if _is_unserved(value) else _TAGS.get(str(type_of(value)))
-
-
-def _is_unserved(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return isinstance(value, Unserved)
-    kind = value.get("type")
-    if not isinstance(kind, str) or kind in _TAGS:
-        return False
+def _is_unserved(kind: str) -> bool:
     return kind in _UNSERVED or kind.endswith(("_call", "_call_output"))  # there will be more of them
 
 
-def _known_item(value: Any) -> Any:
-    if not _is_unserved(value):
-        check_type(value, tuple(_TAGS), default="message")
-    return value
-
-
 _Item = Annotated[
-    Annotated[MessageItem, Tag("$message")]
-    | Annotated[FunctionCallItem, Tag("$function_call")]
-    | Annotated[CustomToolCallItem, Tag("$custom_tool_call")]
-    | Annotated[BuiltInCallItem, Tag("$built_in_call")]
-    | Annotated[CallOutputItem, Tag("$output")]
-    | Annotated[BuiltInOutputItem, Tag("$built_in_output")]
-    | Annotated[ReasoningItem, Tag("$reasoning")]
-    | Annotated[ItemReference, Tag("$item_reference")]
-    | Annotated[Unserved, Tag("$unserved"), types_schema(_UNSERVED)],
-    Discriminator(_item_tag),
-    BeforeValidator(_known_item),
+    Item | ItemReference | Annotated[Unserved, with_type({"enum": list(_UNSERVED)})],
+    OneOf(default="message", others=_is_unserved),
 ]
 Items = Annotated[list[_Item], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_ITEMS, "items")]
 
-_ITEMS: TypeAdapter[list[Item | ItemReference | Unserved]] = TypeAdapter(
-    list[_Item], config=ConfigDict(defer_build=True)
-)
+_ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(list[_Item], config=ConfigDict(defer_build=True))
 
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, json_type, known_types, type_tag
+from protocol.body import ClientModel, OneOf, at_most
 from protocol.openai.chat import ChatMessage
 from protocol.openai.generation import StopStrings
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages, with_outputs
@@ -69,13 +69,7 @@ class JsonSchema(ClientModel):
     strict: bool | None = None
 
 
-Format = Annotated[
-    Annotated[PlainText, Tag("$text")]
-    | Annotated[JsonObject, Tag("$json_object")]
-    | Annotated[JsonSchema, Tag("$json_schema")],
-    Discriminator(type_tag),
-    known_types("text", "json_object", "json_schema"),
-]
+Format = Annotated[PlainText | JsonObject | JsonSchema, OneOf()]
 
 
 class TextConfig(ClientModel):
@@ -121,12 +115,7 @@ class InputTokensRequest(DialectRequest):
         "truncation": ("disabled",),
     }
 
-    input: (
-        Annotated[
-            Annotated[str, Tag("$string")] | Annotated[Items, Tag("$array")], json_type("a string or an array of items")
-        ]
-        | None
-    ) = None
+    input: Annotated[str | Items, OneOf("a string or an array of items")] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Tools = Field(default_factory=list)

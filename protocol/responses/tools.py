@@ -6,24 +6,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from protocol.body import (
-    ClientModel,
-    at_most,
-    at_most_bytes,
-    check_type,
-    fail_fast,
-    json_text,
-    json_type,
-    known_types,
-    type_of,
-    type_tag,
-)
+from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, fail_fast, json_text, type_of
 from protocol.openai.chat import MAX_PARTS, RefusalPart
 from protocol.tools.kinds import BUILT_IN, MAX_TOOL_BYTES, MAX_TOOLS
-from protocol.tools.unsupported import Unread, Unserved, none_of, one_of
+from protocol.tools.unsupported import Unread, Unserved
 
 
 class FunctionTool(ClientModel):
@@ -61,11 +50,7 @@ class CustomTool(ClientModel):
     type: Literal["custom"]
     name: str
     description: str | None = None
-    format: Annotated[
-        Annotated[TextFormat, Tag("$text")] | Annotated[GrammarFormat, Tag("$grammar")],
-        Discriminator(type_tag),
-        known_types("text", "grammar"),
-    ] = TextFormat(type="text")
+    format: Annotated[TextFormat | GrammarFormat, OneOf()] = TextFormat(type="text")
 
     def for_chat(self, name: str) -> dict[str, Any]:
         """The tool in chat's form."""
@@ -98,45 +83,19 @@ class Namespace(ClientModel):
     name: str
     description: str | None = None
     tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FunctionTool, Tag("$function")]
-                | Annotated[CustomTool, Tag("$custom")]
-                | Annotated[Unserved, Tag("$unserved"), none_of("function", "custom")],
-                one_of("function", "custom"),
-            ]
-        ],
-        fail_fast,
-        at_most(MAX_TOOLS, "tools"),
+        list[Annotated[FunctionTool | CustomTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
     ]
 
 
-_SERVED = ("function", "custom", "namespace", *BUILT_IN)
-
-
-def _tag(value: Any) -> str | None:
-    kind = type_of(value)
-    if not isinstance(kind, str):
-        return None
-    if kind == "shell" and isinstance(value, dict) and isinstance(place := value.get("environment"), dict):
-        kind = "shell" if place.get("type") == "local" else ""  # containers are OpenAI's
-    return "$built_in" if kind in BUILT_IN else f"${kind}" if kind in _SERVED else "$unserved"
+def _kind(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.get("type") == "shell" and isinstance(place := tool.get("environment"), dict):
+        return "shell" if place.get("type") == "local" else Unserved  # containers are OpenAI's
+    return type_of(tool)
 
 
 AnyTool = FunctionTool | CustomTool | BuiltInTool | Namespace | Unserved
 Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[FunctionTool, Tag("$function")]
-            | Annotated[CustomTool, Tag("$custom")]
-            | Annotated[BuiltInTool, Tag("$built_in")]
-            | Annotated[Namespace, Tag("$namespace")]
-            | Annotated[Unserved, Tag("$unserved"), none_of(*_SERVED)],
-            Discriminator(
-                _tag, custom_error_type="rule", custom_error_message="must be an object with a type, such as function"
-            ),
-        ]
-    ],
+    list[Annotated[AnyTool, OneOf(kind_of=_kind)]],
     fail_fast,
     at_most_bytes(MAX_TOOL_BYTES),
     at_most(MAX_TOOLS, "tools"),
@@ -160,45 +119,19 @@ class NamedTool(ClientModel):
         return [name]
 
 
-_NAMED = ("function", "custom", *BUILT_IN)
-
-
 class AllowedTools(ClientModel):
     """Some of the tools; of the others the model is not told."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[NamedTool, Tag("$named")]
-                | Annotated[Unserved, Tag("$unserved"), none_of(*_NAMED, "namespace")],
-                Discriminator(lambda value: "$named" if type_of(value) in (*_NAMED, "namespace") else "$unserved"),
-            ]
-        ],
-        fail_fast,
-        at_most(MAX_TOOLS, "tools"),
-    ] = Field(min_length=1)
-
-
-def _choice_tag(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "$word"
-    return "$allowed_tools" if type_tag(value) == "$allowed_tools" else "$named"
-
-
-def _known_choice(value: Any) -> Any:
-    if not isinstance(value, str):
-        check_type(value, (*_NAMED, "allowed_tools"))
-    return value
+    tools: Annotated[list[Annotated[NamedTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")] = Field(
+        min_length=1
+    )
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("$word")]
-    | Annotated[NamedTool, Tag("$named")]
-    | Annotated[AllowedTools, Tag("$allowed_tools")],
-    Discriminator(_choice_tag),
-    BeforeValidator(_known_choice),
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    OneOf("none, auto, required or an object with a type"),
 ]
 
 
@@ -262,35 +195,11 @@ class TextPart(ClientModel):
     text: str
 
 
-_READ = ("input_text", "output_text", "text", "refusal")
-
-
-def _part_tag(value: Any) -> str:
-    kind = type_of(value)
-    return "$refusal" if kind == "refusal" else "$unread" if isinstance(kind, str) and kind not in _READ else "$text"
-
-
-_string_or_list = json_type("a string or an array of text parts")
-_Part = Annotated[
-    Annotated[TextPart, Tag("$text")] | Annotated[RefusalPart, Tag("$refusal")],
-    Discriminator(_part_tag),
-    known_types(*_READ),
-]
-Content = Annotated[
-    Annotated[str, Tag("$string")] | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
-    _string_or_list,
-]
-_OutputPart = Annotated[
-    Annotated[TextPart, Tag("$text")]
-    | Annotated[RefusalPart, Tag("$refusal")]
-    | Annotated[Unread, Tag("$unread"), none_of(*_READ)],
-    Discriminator(_part_tag),
-]
-Output = Annotated[
-    Annotated[str, Tag("$string")]
-    | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
-    _string_or_list,
-]
+_string_or_list = OneOf("a string or an array of text parts")
+_Part = Annotated[TextPart | RefusalPart, OneOf()]
+Content = Annotated[str | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
+_OutputPart = Annotated[TextPart | RefusalPart | Unread, OneOf()]
+Output = Annotated[str | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
 """What a tool has answered: of parts that are no text, the model is told that there were some."""
 
 
@@ -478,9 +387,8 @@ class BuiltInOutputItem(ClientModel):
     status: str = "completed"
     output: (
         Annotated[
-            Annotated[str, Tag("$string")]
-            | Annotated[list[ShellOutput], fail_fast, at_most(MAX_PARTS, "outputs"), Tag("$array")],
-            json_type("a string or an array of outputs"),
+            str | Annotated[list[ShellOutput], fail_fast, at_most(MAX_PARTS, "outputs")],
+            OneOf("a string or an array of outputs"),
         ]
         | None
     ) = None

@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import Discriminator, WithJsonSchema
-
-from protocol.body import ClientModel, type_of
+from protocol.body import ClientModel
 
 OTHER = "other"
 FAMILIES = (
@@ -85,39 +83,6 @@ class LeftOut(NamedTuple):
         return "; ".join(filter(None, warnings)) or None
 
 
-def one_of(*served: str, default: str | None = None) -> Discriminator:
-    """Tells the members of a union of models by `type`: tags are `$type` of one that is served, else `$unserved`."""
-
-    def tag(value: Any) -> str | None:
-        kind = type_of(value)
-        kind = default if kind is None else kind
-        return f"${kind}" if kind in served else "$unserved" if isinstance(kind, str) else None
-
-    return Discriminator(
-        tag, custom_error_type="rule", custom_error_message=f"must be an object with a type, such as {served[0]}"
-    )
-
-
-def read_or_unread(*read: str) -> Discriminator:
-    """As `one_of`, for parts: one without a type is taken for the first of `read`, whose model then complains."""
-
-    def tag(value: Any) -> str:
-        kind = type_of(value)
-        return f"${kind}" if kind in read else "$unread" if isinstance(kind, str) else f"${read[0]}"
-
-    return Discriminator(tag)
-
-
-def none_of(*served: str) -> WithJsonSchema:
-    """The schema of an `Unserved` beside models of these types, for /openapi.json."""
-    return _schema({"type": "string", "not": {"enum": list(served)}})
-
-
-def types_schema(unserved: Sequence[str]) -> WithJsonSchema:
-    """The schema of an `Unserved` of one of these types."""
-    return _schema({"enum": list(unserved)})
-
-
 def types_of(entries: Iterable[Any]) -> tuple[str, ...]:
     """The types of those entries that are `Unserved`, each once."""
     return tuple(dict.fromkeys(entry.type for entry in entries if isinstance(entry, Unserved)))
@@ -127,10 +92,6 @@ def family(kind: str) -> str:
     """The one of `FAMILIES` that a tool's type belongs to."""
     name = _VERSION.sub("", kind)
     return name if name in FAMILIES else OTHER
-
-
-def _schema(kind: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"type": "object", "properties": {"type": kind}, "required": ["type"]})
 
 
 def _listed(types: Sequence[str]) -> str:

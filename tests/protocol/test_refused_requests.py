@@ -145,7 +145,7 @@ BAD_CHATS = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools; send some"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "left out is web_search"),
-    ({"tools": [{"name": "f"}]}, "tools.0", "must be an object with a type, such as function."),
+    ({"tools": [{"name": "f"}]}, "tools.0.type", "is required: one of function, custom."),
     ({"thinking_token_budget": -5}, "thinking_token_budget", "must be at least 0, or -1 for none, got -5"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "is 'xml', which is not supported"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is required"),

@@ -286,7 +286,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("", {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ("", {"messages": QUESTION, "max_tokens": 1, "mcp_servers": 5}, "mcp_servers"),
-    ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": 5}]}, "tools.0 must be an object with a type"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": 5}]}, "tools.0.type is no string"),
     ("", {"messages": [{"role": "user", "content": "word " * 5000}], "max_tokens": 1}, "prompt is too long"),
     (
         "",

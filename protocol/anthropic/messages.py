@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
 from pydantic import Field, model_validator
@@ -26,7 +26,7 @@ from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, at_most_in
 from protocol.errors import ApiError
 from protocol.openai.chat import MAX_MESSAGES
 from protocol.openai.generation import NO_LIMIT
-from protocol.tools.kinds import MAX_TOOL_BYTES, MAX_TOOLS
+from protocol.tools.kinds import KINDS, MAX_TOOL_BYTES, MAX_TOOLS
 from protocol.tools.unsupported import LeftOut, Unserved, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
@@ -53,56 +53,7 @@ class Tool(ClientModel):
         return {"type": "function", "function": function | {"parameters": self.input_schema}}
 
 
-_TEXT: Final = {"type": "string"}
-_PATH: Final = {"type": "string", "description": "Absolute path of the file or directory."}
-_RANGE: Final = {
-    "type": "array",
-    "items": {"type": "integer"},
-    "description": "For view: first and last line, from 1; -1 is the end.",
-}
-_EDIT: Final = {
-    "path": _PATH,
-    "file_text": {"type": "string", "description": "For create: what the file holds."},
-    "old_str": {"type": "string", "description": "For str_replace: text that stands in the file once."},
-    "new_str": {"type": "string", "description": "For str_replace: what comes in its place."},
-    "insert_line": {"type": "integer", "description": "For insert: the line after which the text goes; 0 is the top."},
-    "insert_text": {"type": "string", "description": "For insert: the text."},
-    "view_range": _RANGE,
-}
-_BASH: Final[dict[str, Any]] = {
-    "command": {"type": "string", "description": "The command to run."},
-    "restart": {"type": "boolean", "description": "true starts the shell anew, without a command."},
-}
-
-
-class _Family(NamedTuple):
-    """What the model is told of one family of these tools. `name` is where the client gives none."""
-
-    name: str
-    description: str
-    commands: list[str]
-    properties: dict[str, Any]  # beside the command
-    required: list[str]
-
-
-_FIXED: Final = {
-    "bash": _Family("bash", "Runs commands in a shell that keeps its state between calls.", [], _BASH, []),
-    "text_editor": _Family(
-        "str_replace_based_edit_tool",
-        "Views, creates and edits files.",
-        ["view", "create", "str_replace", "insert"],
-        _EDIT,
-        ["path"],
-    ),
-    "memory": _Family(
-        "memory",
-        "Keeps files below /memories between conversations: look there first, and note there what is worth knowing.",
-        ["view", "create", "str_replace", "insert", "delete", "rename"],
-        {**_EDIT, "old_path": _TEXT, "new_path": _TEXT},
-        [],
-    ),
-}
-_TYPE = re.compile(rf"({'|'.join(_FIXED)})_\d{{8}}")
+_TYPE = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 
 
 class FixedTool(ClientModel):
@@ -116,14 +67,8 @@ class FixedTool(ClientModel):
         """The tool in chat's form."""
         found = _TYPE.fullmatch(self.type)
         assert found is not None
-        name, description, commands, properties, required = _FIXED[found[1]]
-        if commands:
-            if found[1] == "text_editor" and self.type < "text_editor_20250429":
-                name, commands = "str_replace_editor", [*commands, "undo_edit"]
-            properties, required = {"command": {"enum": commands}, **properties}, ["command", *required]
-        parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-        function = {"name": self.name or name, "description": description, "parameters": parameters}
-        return {"type": "function", "function": function | ({} if self.strict is None else {"strict": self.strict})}
+        is_old = found[1] == "text_editor" and found[2] < "20250429"
+        return KINDS["text_editor_before_20250429" if is_old else found[1]].for_chat(self.name, strict=self.strict)
 
 
 def _kind(tool: Any) -> Any:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, check_size, fail_fast, json_text
+from protocol.openai.structured import TextFormat
 from protocol.tools.kinds import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
 from protocol.tools.unsupported import Unserved, types_of
 
@@ -51,12 +52,6 @@ class ToolDefinition(ClientModel):
     def function_offered(self) -> Function:
         """The tool in no wire format's words."""
         return Function(**self.function.model_dump())
-
-
-class TextFormat(ClientModel):
-    """Any text."""
-
-    type: Literal["text"]
 
 
 class GrammarDefinition(ClientModel):
@@ -197,7 +192,7 @@ class CalledTool(ClientModel):
         }
 
 
-class CustomInput(ClientModel):
+class CustomCall(ClientModel):
     """What an earlier turn has given to a custom tool."""
 
     name: str
@@ -209,7 +204,7 @@ class CalledCustomTool(ClientModel):
 
     id: str | None = None
     type: Literal["custom"]
-    custom: CustomInput
+    custom: CustomCall
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it: a function's, as the model has made it."""

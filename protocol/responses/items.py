@@ -16,12 +16,10 @@ from protocol.body import ClientModel, OneOf, at_most, at_most_inside, fail_fast
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
 from protocol.responses.tools import (
-    BuiltInCallItem,
     BuiltInOutputItem,
+    CallItem,
     CallOutputItem,
     Content,
-    CustomToolCallItem,
-    FunctionCallItem,
     chat_content,
     new_id,
     texts,
@@ -86,9 +84,7 @@ def item_id(kind: str, response_id: str, index: int) -> str:
     return f"{kind}_{response_id.removeprefix('resp_')}_{index}"
 
 
-Call = FunctionCallItem | CustomToolCallItem | BuiltInCallItem
-CallOutput = CallOutputItem | BuiltInOutputItem
-Item = MessageItem | Call | CallOutput | ReasoningItem
+Item = MessageItem | CallItem | CallOutputItem | BuiltInOutputItem | ReasoningItem
 
 
 # What is left of calls of tools that OpenAI runs, and of other services of its: a server of text cannot bring it back.
@@ -195,7 +191,7 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
             case ReasoningItem():
                 message = _assistant_without(messages, "reasoning", "content", "tool_calls")
                 message["reasoning"] = "\n".join(part.text for part in item.content)
-            case FunctionCallItem() | CustomToolCallItem() | BuiltInCallItem():
+            case CallItem():
                 _assistant_without(messages).setdefault("tool_calls", []).append(item.for_chat())
             case CallOutputItem() | BuiltInOutputItem():
                 messages.append(item.for_chat())

@@ -29,6 +29,7 @@ from protocol.syntax.message_parts import (
     ToolCallInput,
     ToolCallStart,
 )
+from protocol.tools.kinds import KINDS
 
 _TEXT_DELTA = (
     b"event: response.output_text.delta\n"
@@ -43,7 +44,7 @@ Done = Callable[[dict[str, Any]], None]
 """Gets the response that has ended, before its client does."""
 
 
-_FUNCTION = CallForm("function", "")
+_FUNCTION = CallForm(KINDS["function"], "")
 
 
 @dataclass(slots=True)
@@ -194,13 +195,15 @@ class ResponseStreamWriter:
                 frames.append(self._delta("response.reasoning_text.delta", text, content_index=0))
                 return frames
             case ToolCallStart(number, call_id, name, is_custom):
-                form = self._call_forms.get(name) or CallForm("custom" if is_custom else "function", name)
+                form = self._call_forms.get(name) or CallForm(KINDS["custom" if is_custom else "function"], name)
                 frames = self._close("completed")
-                return frames + self._begin_item(ToolCallArguments, form.id_prefix, number, call_id=call_id, form=form)
+                return frames + self._begin_item(
+                    ToolCallArguments, form.kind.id_prefix, number, call_id=call_id, form=form
+                )
             case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):
                 assert self._open is not None
-                if (event := self._open.form.delta_event) is not None:
-                    return [self._delta(event, fragment)]
+                if (event := self._open.form.kind.event) is not None:
+                    return [self._delta(f"{event}.delta", fragment)]
                 self._open.text.append(fragment)
                 return []
 

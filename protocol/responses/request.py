@@ -13,6 +13,7 @@ from engine.errors import InvalidRequest
 from protocol.body import ClientModel, OneOf, at_most
 from protocol.openai.chat import ChatMessage
 from protocol.openai.generation import StopStrings
+from protocol.openai.structured import TextFormat
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages, with_outputs
 from protocol.responses.tools import CallForm, ToolChoice, Tools, call_forms, chat_choice, chat_tools, unserved
 from protocol.tools.unsupported import LeftOut, Unserved, types_of
@@ -47,12 +48,6 @@ class ResponsesChat(TranslatedChat):
     }
 
 
-class PlainText(ClientModel):
-    """Any text."""
-
-    type: Literal["text"]
-
-
 class JsonObject(ClientModel):
     """Any JSON object."""
 
@@ -69,13 +64,13 @@ class JsonSchema(ClientModel):
     strict: bool | None = None
 
 
-Format = Annotated[PlainText | JsonObject | JsonSchema, OneOf()]
+Format = Annotated[TextFormat | JsonObject | JsonSchema, OneOf()]
 
 
 class TextConfig(ClientModel):
     """What the answer's text is to be. `verbosity` is accepted without effect."""
 
-    format: Format = PlainText(type="text")
+    format: Format = TextFormat(type="text")
     verbosity: Literal["low", "medium", "high"] = "medium"
 
 

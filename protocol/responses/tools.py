@@ -11,7 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, fail_fast, json_text, type_of
 from protocol.openai.chat import MAX_PARTS, RefusalPart
-from protocol.tools.kinds import BUILT_IN, MAX_TOOL_BYTES, MAX_TOOLS
+from protocol.openai.structured import TextFormat
+from protocol.openai.tools import GrammarDefinition
+from protocol.tools.kinds import KINDS, MAX_TOOL_BYTES, MAX_TOOLS, ToolKind, partial_object
 from protocol.tools.unsupported import Unread, Unserved
 
 
@@ -30,40 +32,32 @@ class FunctionTool(ClientModel):
         return {"type": "function", "function": {**fields, "name": name}}
 
 
-class TextFormat(ClientModel):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class GrammarFormat(ClientModel):
+class FlatGrammar(GrammarDefinition):
     """Text that follows a grammar."""
 
     type: Literal["grammar"]
-    syntax: str
-    definition: str
 
 
-class CustomTool(ClientModel):
+class FreeTextTool(ClientModel):
     """A tool that takes free text."""
 
     type: Literal["custom"]
     name: str
     description: str | None = None
-    format: Annotated[TextFormat | GrammarFormat, OneOf()] = TextFormat(type="text")
+    format: Annotated[TextFormat | FlatGrammar, OneOf()] = TextFormat(type="text")
 
     def for_chat(self, name: str) -> dict[str, Any]:
         """The tool in chat's form."""
         custom: dict[str, Any] = {"name": name}
         if self.description is not None:
             custom["description"] = self.description
-        if isinstance(self.format, GrammarFormat):
+        if isinstance(self.format, FlatGrammar):
             custom["format"] = {"type": "grammar", "grammar": self.format.model_dump(exclude={"type"})}
         return {"type": "custom", "custom": custom}
 
 
 class BuiltInTool(ClientModel):
-    """One of `BUILT_IN`."""
+    """A tool that OpenAI has defined and the client runs."""
 
     type: Literal["local_shell", "shell", "apply_patch"]
 
@@ -73,7 +67,7 @@ class BuiltInTool(ClientModel):
 
     def for_chat(self, name: str) -> dict[str, Any]:
         """The tool in chat's form."""
-        return BUILT_IN[self.type].for_chat(name)
+        return KINDS[self.type].for_chat(name)
 
 
 class Namespace(ClientModel):
@@ -83,7 +77,7 @@ class Namespace(ClientModel):
     name: str
     description: str | None = None
     tools: Annotated[
-        list[Annotated[FunctionTool | CustomTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
+        list[Annotated[FunctionTool | FreeTextTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
     ]
 
 
@@ -93,7 +87,7 @@ def _kind(tool: Any) -> Any:
     return type_of(tool)
 
 
-AnyTool = FunctionTool | CustomTool | BuiltInTool | Namespace | Unserved
+AnyTool = FunctionTool | FreeTextTool | BuiltInTool | Namespace | Unserved
 Tools = Annotated[
     list[Annotated[AnyTool, OneOf(kind_of=_kind)]],
     fail_fast,
@@ -119,7 +113,7 @@ class NamedTool(ClientModel):
         return [name]
 
 
-class AllowedTools(ClientModel):
+class AllowedNames(ClientModel):
     """Some of the tools; of the others the model is not told."""
 
     type: Literal["allowed_tools"]
@@ -130,14 +124,14 @@ class AllowedTools(ClientModel):
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    Literal["none", "auto", "required"] | NamedTool | AllowedNames,
     OneOf("none, auto, required or an object with a type"),
 ]
 
 
 def call_forms(tools: Iterable[AnyTool]) -> dict[str, CallForm]:
     """How calls are told, by the names that the model knows."""
-    return {flat: CallForm(kind.type, kind.name, namespace) for flat, kind, namespace in _offered(tools)}
+    return {flat: CallForm(KINDS[tool.type], tool.name, namespace) for flat, tool, namespace in _offered(tools)}
 
 
 def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
@@ -146,7 +140,7 @@ def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
     return offered + [tool.for_chat() for tool in unserved(tools)]
 
 
-def chat_choice(choice: str | NamedTool | AllowedTools, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
+def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
     """The choice in chat's form."""
     if isinstance(choice, str):
         return choice
@@ -174,7 +168,7 @@ def _named(name: str) -> dict[str, Any]:
 
 def _offered(
     tools: Iterable[AnyTool],
-) -> Iterator[tuple[str, FunctionTool | CustomTool | BuiltInTool, str | None]]:
+) -> Iterator[tuple[str, FunctionTool | FreeTextTool | BuiltInTool, str | None]]:
     for tool in tools:
         if isinstance(tool, Namespace):
             for inside in tool.tools:
@@ -188,7 +182,7 @@ def _offered(
 # Parts of items: the text that somebody has said, and the outputs of tools.
 
 
-class TextPart(ClientModel):
+class ItemText(ClientModel):
     """Text, whoever said it. Annotations are accepted without effect."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -196,19 +190,19 @@ class TextPart(ClientModel):
 
 
 _string_or_list = OneOf("a string or an array of text parts")
-_Part = Annotated[TextPart | RefusalPart, OneOf()]
+_Part = Annotated[ItemText | RefusalPart, OneOf()]
 Content = Annotated[str | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
-_OutputPart = Annotated[TextPart | RefusalPart | Unread, OneOf()]
+_OutputPart = Annotated[ItemText | RefusalPart | Unread, OneOf()]
 Output = Annotated[str | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
 """What a tool has answered: of parts that are no text, the model is told that there were some."""
 
 
-def texts(content: str | Sequence[TextPart | RefusalPart | Unread]) -> list[str]:
+def texts(content: str | Sequence[ItemText | RefusalPart | Unread]) -> list[str]:
     """The texts of a string or of parts."""
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
-def chat_content(content: str | Sequence[TextPart | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
+def chat_content(content: str | Sequence[ItemText | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
     """The same in chat's form."""
     return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts(content)]
 
@@ -228,122 +222,83 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 class CallForm(NamedTuple):
-    """How the calls of one tool are told: what kind of tool it is, and what the client calls it."""
+    """How the calls of one tool are written: its kind, and the client's name of it."""
 
-    kind: str  # function, custom or one of `BUILT_IN`
+    kind: ToolKind
     name: str
     namespace: str | None = None
 
-    @property
-    def id_prefix(self) -> str:
-        return {"function": "fc", "custom": "ctc"}.get(self.kind) or BUILT_IN[self.kind].id_prefix
-
-    @property
-    def delta_event(self) -> str | None:
-        """The event with a piece of the call's text; None if the client is told of the whole only."""
-        return {
-            "function": "response.function_call_arguments.delta",
-            "custom": "response.custom_tool_call_input.delta",
-        }.get(self.kind)
-
     def item(self, item_id: str, call_id: str, text: str, status: str) -> dict[str, Any]:
-        """The call as an item, of its arguments or its input."""
-        if self.kind in BUILT_IN:
-            item = {"id": item_id, "type": f"{self.kind}_call", "call_id": call_id, "status": status}
-            place = {"environment": {"type": "local"}} if self.kind == "shell" else {}
-            return {**item, **BUILT_IN[self.kind].item_field(text), **place}
-        kind, field = ("custom_tool_call", "input") if self.kind == "custom" else ("function_call", "arguments")
-        item = {"id": item_id, "type": kind, "call_id": call_id, "name": self.name, field: text, "status": status}
-        return item | ({"namespace": self.namespace} if self.namespace else {})
+        """Return the call as an item. `text` is its arguments or its input; it may be cut off."""
+        kind = self.kind
+        item = {"id": item_id, "type": kind.item, "call_id": call_id}
+        if kind.read is None:
+            namespace = {"namespace": self.namespace} if self.namespace else {}
+            return {**item, "name": self.name, kind.field: text, "status": status, **namespace}
+        place = {"environment": {"type": "local"}} if kind.name == "shell" else {}
+        return {**item, "status": status, kind.field: kind.read(partial_object(text)), **place}
 
     def done_events(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The events before the item's own end: names and fields."""
-        if self.kind == "function":
-            fields = {"item_id": item["id"], "name": self.name, "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", fields
-        elif self.kind == "custom":
-            yield "response.custom_tool_call_input.done", {"item_id": item["id"], "input": item["input"]}
-        elif self.kind == "shell" and item["status"] == "completed":  # half a command would look complete
+        """Yield the events before the item's own end: names and fields."""
+        if self.kind.event is not None:
+            name = {"name": self.name} if self.kind is KINDS["function"] else {}
+            field = self.kind.field
+            yield f"{self.kind.event}.done", {"item_id": item["id"], **name, field: item[field]}
+        elif self.kind.name == "shell" and item["status"] == "completed":  # half a command would look complete
             for index, command in enumerate(item["action"]["commands"]):
                 yield "response.shell_call_command.added", {"command_index": index, "command": ""}
                 yield "response.shell_call_command.delta", {"command_index": index, "delta": command}
                 yield "response.shell_call_command.done", {"command_index": index, "command": command}
 
 
-class _NamedCall(ClientModel):
+_KINDS_BY_ITEM = {kind.item: kind for kind in KINDS.values() if kind.item}
+
+
+class CallItem(ClientModel):
+    """A call that the model has made. What it says is in `arguments`, `input`, `action` or `operation`, by its type."""
+
+    type: Literal["function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
+    id: str = ""
     call_id: str
-    name: str
+    name: str | None = None
     namespace: str | None = None
     status: str = "completed"
-
-    def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
-        return self.model_dump(exclude_none=True)
-
-
-class FunctionCallItem(_NamedCall):
-    """A call that the model has made. `arguments` is JSON as text."""
-
-    type: Literal["function_call"]
-    id: str = Field(default_factory=lambda: new_id("fc"))
-    arguments: str
-
-    def for_chat(self) -> dict[str, Any]:
-        """The call in chat's form."""
-        function = {"name": flat_name(self.namespace, self.name), "arguments": self.arguments}
-        return {"id": self.call_id, "type": "function", "function": function}
-
-
-class CustomToolCallItem(_NamedCall):
-    """A call of a custom tool that the model has made."""
-
-    type: Literal["custom_tool_call"]
-    id: str = Field(default_factory=lambda: new_id("ctc"))
-    input: str
-
-    def for_chat(self) -> dict[str, Any]:
-        """The call in chat's form."""
-        custom = {"name": flat_name(self.namespace, self.name), "input": self.input}
-        return {"id": self.call_id, "type": "custom", "custom": custom}
-
-
-class BuiltInCallItem(ClientModel):
-    """A call of one of `BUILT_IN` that the model has made."""
-
-    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
-    id: str = Field(default_factory=lambda: new_id("call"))
-    call_id: str
+    arguments: str | None = None
+    input: str | None = None
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None
-    status: str = "completed"
 
     @model_validator(mode="after")
-    def _says_what_to_do(self) -> Self:
-        if self._said is None:
-            raise PydanticCustomError("rule", "is required", {"field": BUILT_IN[self._tool].field})
+    def _says_what_is_called(self) -> Self:
+        for field in (self._kind.field, *(("name",) if self._kind.read is None else ())):
+            if getattr(self, field) is None:
+                raise PydanticCustomError("rule", "is required", {"field": field})
+        self.id = self.id or new_id(self._kind.id_prefix)
         return self
 
     def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
-        item = {"id": self.id, "type": self.type, "call_id": self.call_id, "status": self.status}
-        built_in = BUILT_IN[self._tool]
-        return {**item, built_in.field: built_in.read(self._said or {})}
+        """Return the item as the API lists it."""
+        said = self._said if self._kind.read is None else json_text(self._said, "input")
+        return CallForm(self._kind, self.name or "", self.namespace).item(self.id, self.call_id, said, self.status)
 
     def for_chat(self) -> dict[str, Any]:
-        """The call in chat's form: as the model has made it."""
-        said = BUILT_IN[self._tool].read(self._said or {})
-        known = BUILT_IN[self._tool].properties
-        arguments = {name: value for name, value in said.items() if name in known and value not in (None, {})}
-        function = {"name": self._tool, "arguments": json_text(arguments, "input")}
-        return {"id": self.call_id, "type": "function", "function": function}
+        """Return the call in chat's form, as the model has made it."""
+        name, said, kind = flat_name(self.namespace, self.name or ""), self._said, self._kind
+        if kind is KINDS["custom"]:
+            return {"id": self.call_id, "type": "custom", "custom": {"name": name, "input": said}}
+        if kind.read is not None:
+            known = kind.properties or {}
+            given = {key: value for key, value in kind.read(said).items() if key in known and value not in (None, {})}
+            name, said = kind.name, json_text(given, "input")
+        return {"id": self.call_id, "type": "function", "function": {"name": name, "arguments": said}}
 
     @property
-    def _tool(self) -> str:
-        return self.type.removesuffix("_call")
+    def _kind(self) -> ToolKind:
+        return _KINDS_BY_ITEM[self.type]
 
     @property
-    def _said(self) -> dict[str, Any] | None:
-        return self.action if BUILT_IN[self._tool].field == "action" else self.operation
+    def _said(self) -> Any:
+        return getattr(self, self._kind.field)
 
 
 class CallOutputItem(ClientModel):
@@ -379,7 +334,7 @@ class ShellOutput(ClientModel):
 
 
 class BuiltInOutputItem(ClientModel):
-    """What one of `BUILT_IN` has answered. A local shell's may have the call's id for its own."""
+    """What a tool that OpenAI has defined has answered. A local shell's may have the call's id for its own."""
 
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     id: str | None = None

@@ -1,15 +1,16 @@
-"""Functions and built-in tools of a request.
+"""The kinds of tools, and the functions that a request offers.
 
-The prompt describes each built-in tool as a function; its call comes back as an item of the tool's own, and both are
-such items in earlier turns. What a model left free has written wrongly becomes the nearest call that the item can say.
+A tool that a vendor has defined is shown to the model as a function. Its call comes back as an item of the tool's own,
+and such items of earlier turns become calls of the function. What the model wrote wrongly becomes the nearest call that
+the item can express.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 import orjson
 from pydantic_core import from_json
@@ -20,35 +21,42 @@ _MILLISECONDS: Final = {**_NUMBER, "description": "Time limit in milliseconds."}
 _OPERATIONS: Final = ("create_file", "update_file", "delete_file")
 
 
-class BuiltIn(NamedTuple):
-    """What the model is told, and the field of the item that holds what it says: made of the call's arguments."""
+@dataclass(frozen=True, kw_only=True)
+class ToolKind:
+    """A kind of tool.
 
-    id_prefix: str
-    description: str
-    properties: Mapping[str, Any]
-    required: list[str]
-    field: str
-    read: Callable[[dict[str, Any]], dict[str, Any]]
+    `description`, `properties`, `required` and `commands` (the values of a property `command`) are what the model is
+    shown of a tool that a vendor has defined; `name` is the function's where the client gives none. In Responses, a
+    call is an item of the type `item` whose id begins with `id_prefix`. Its `field` holds the arguments, as `read`
+    makes it of them, or without `read` as text, of which `event` announces each piece.
+    """
 
-    def for_chat(self, name: str) -> dict[str, Any]:
-        """The tool in chat's form."""
+    name: str = ""
+    description: str = ""
+    properties: Mapping[str, Any] | None = None
+    required: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    item: str = ""
+    id_prefix: str = ""
+    field: str = ""
+    event: str | None = None
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+    def for_chat(self, name: str | None = None, *, strict: bool | None = True) -> dict[str, Any]:
+        """Return a tool that a vendor has defined in chat's form."""
+        commands = {"command": {"enum": list(self.commands)}} if self.commands else {}
         parameters = {
             "type": "object",
-            "properties": dict(self.properties),
-            "required": self.required,
+            "properties": {**commands, **(self.properties or {})},
+            "required": [*commands, *self.required],
             "additionalProperties": False,
         }
-        function = {"name": name, "description": self.description, "parameters": parameters, "strict": True}
-        return {"type": "function", "function": function}
-
-    def item_field(self, arguments: str) -> dict[str, Any]:
-        """The item's field, of arguments that may be broken off."""
-        return {self.field: self.read(partial_object(arguments))}
+        function = {"name": name or self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
 
 
 def _exec(arguments: dict[str, Any]) -> dict[str, Any]:
-    command = arguments.get("command")
-    env = arguments.get("env")
+    command, env = arguments.get("command"), arguments.get("env")
     return {
         "type": "exec",
         "command": ["bash", "-lc", command] if isinstance(command, str) else _strings(command),
@@ -87,37 +95,68 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-BUILT_IN: Final[Mapping[str, BuiltIn]] = {
-    "local_shell": BuiltIn(
-        "lsh",
-        "Runs a command on the user's machine and returns its output.",
-        {
+_EDIT: Final = {
+    "path": {"type": "string", "description": "Absolute path of the file or directory."},
+    "file_text": {"type": "string", "description": "For create: what the file holds."},
+    "old_str": {"type": "string", "description": "For str_replace: text that stands in the file once."},
+    "new_str": {"type": "string", "description": "For str_replace: what comes in its place."},
+    "insert_line": {"type": "integer", "description": "For insert: the line after which the text goes; 0 is the top."},
+    "insert_text": {"type": "string", "description": "For insert: the text."},
+    "view_range": {
+        "type": "array",
+        "items": {"type": "integer"},
+        "description": "For view: first and last line, from 1; -1 is the end.",
+    },
+}
+_EDITOR = ToolKind(
+    name="str_replace_based_edit_tool",
+    description="Views, creates and edits files.",
+    commands=["view", "create", "str_replace", "insert"],
+    properties=_EDIT,
+    required=["path"],
+)
+
+KINDS: Final[Mapping[str, ToolKind]] = {
+    "function": ToolKind(
+        item="function_call", id_prefix="fc", field="arguments", event="response.function_call_arguments"
+    ),
+    "custom": ToolKind(
+        item="custom_tool_call", id_prefix="ctc", field="input", event="response.custom_tool_call_input"
+    ),
+    "local_shell": ToolKind(
+        name="local_shell",
+        description="Runs a command on the user's machine and returns its output.",
+        properties={
             "command": {"type": "array", "items": _TEXT, "description": "The program and its arguments."},
             "working_directory": {"type": "string", "description": "Where to run it."},
             "timeout_ms": _MILLISECONDS,
             "env": {"type": "object", "additionalProperties": _TEXT, "description": "Environment variables to set."},
             "user": {"type": "string", "description": "The user to run it as."},
         },
-        ["command"],
-        "action",
-        _exec,
+        required=["command"],
+        item="local_shell_call",
+        id_prefix="lsh",
+        field="action",
+        read=_exec,
     ),
-    "shell": BuiltIn(
-        "sh",
-        "Runs shell commands on the user's machine and returns their output.",
-        {
+    "shell": ToolKind(
+        name="shell",
+        description="Runs shell commands on the user's machine and returns their output.",
+        properties={
             "commands": {"type": "array", "items": _TEXT, "description": "Commands for the shell, in order."},
             "timeout_ms": _MILLISECONDS,
             "max_output_length": {**_NUMBER, "description": "Characters of output to return."},
         },
-        ["commands"],
-        "action",
-        _commands,
+        required=["commands"],
+        item="shell_call",
+        id_prefix="sh",
+        field="action",
+        read=_commands,
     ),
-    "apply_patch": BuiltIn(
-        "apc",
-        "Creates, updates or deletes one file of the user's workspace.",
-        {
+    "apply_patch": ToolKind(
+        name="apply_patch",
+        description="Creates, updates or deletes one file of the user's workspace.",
+        properties={
             "type": {"enum": list(_OPERATIONS)},
             "path": {"type": "string", "description": "The file, relative to the workspace."},
             "diff": {
@@ -126,12 +165,33 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
                 " a blank, + or -. To create a file, every line begins with +. Empty to delete one.",
             },
         },
-        ["type", "path", "diff"],
-        "operation",
-        _operation,
+        required=["type", "path", "diff"],
+        item="apply_patch_call",
+        id_prefix="apc",
+        field="operation",
+        read=_operation,
+    ),
+    "bash": ToolKind(
+        name="bash",
+        description="Runs commands in a shell that keeps its state between calls.",
+        properties={
+            "command": {"type": "string", "description": "The command to run."},
+            "restart": {"type": "boolean", "description": "true starts the shell anew, without a command."},
+        },
+    ),
+    "text_editor": _EDITOR,
+    "text_editor_before_20250429": replace(
+        _EDITOR, name="str_replace_editor", commands=[*_EDITOR.commands, "undo_edit"]
+    ),
+    "memory": ToolKind(
+        name="memory",
+        description="Keeps files below /memories between conversations: look there first, and note there what is worth"
+        " knowing.",
+        commands=["view", "create", "str_replace", "insert", "delete", "rename"],
+        properties={**_EDIT, "old_path": _TEXT, "new_path": _TEXT},
     ),
 }
-"""By the type of the tool, which is the name that the model calls, and with ``_call`` the type of its item."""
+"""By the `type` of the tool, without the date of its version."""
 
 
 # ------------------------------------------------------------------------------------------------------------ functions

@@ -32,7 +32,7 @@ from protocol.syntax.message_parts import (
     ToolCallStart,
 )
 from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK
-from protocol.tools.kinds import Function, ToolUse
+from protocol.tools.kinds import KINDS, Function, ToolUse
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
 from tests.protocol.wire_helpers import lp, output, token_bytes
 from tests.support.raw_client import sse_events
@@ -310,7 +310,7 @@ def test_half_a_command_is_no_command_of_the_stream() -> None:
     script: list[list[MessagePart]] = [
         [ToolCallStart(0, "c0", "shell"), ToolCallArguments(0, '{"commands": ["rm -rf /')]
     ]
-    writer = ResponseStreamWriter(HEAD, ECHO, call_forms={"shell": CallForm("shell", "shell")})
+    writer = ResponseStreamWriter(HEAD, ECHO, call_forms={"shell": CallForm(KINDS["shell"], "shell")})
     writer.read_with(ScriptedParser(script))
     frames = b"".join([*map(writer.feed_output, outputs_for(script)), writer.finish_stream()])
     events = list(sse_events([frames]))

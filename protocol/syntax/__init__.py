@@ -3,12 +3,9 @@
 In reading order:
 
 json_scanner    The end of one JSON value in text that arrives in pieces.
-json_calls      One call as a JSON object.
 call_reader     Prose around blocks of calls, and the free text of custom tools.
+json_calls      Calls written as JSON.
 grammars        Grammars for response formats, tool choices and structural tags.
-hermes          Hermes' syntax, which Qwen and many others share.
-llama3          Llama 3's syntax.
-mistral         Mistral's syntax.
 formats         The syntaxes by family, and the one that a chat template was made for.
 reasoning       Reasoning between tags.
 message_parts   A choice's text as reasoning, content and tool calls.

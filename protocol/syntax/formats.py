@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import string
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
 from engine.messages import StructuredOutput
-from protocol.syntax import hermes, llama3, mistral
-from protocol.syntax.call_reader import CustomInputs, NewCallId
+from protocol.syntax.call_reader import BlockReader, CustomInputs, NewCallId
 from protocol.syntax.grammars import JsonSchema, Tag, tagged_json
+from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject
 from protocol.syntax.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolReader
 from protocol.syntax.reasoning import SpecialTags
 from protocol.tools.kinds import ANY_OBJECT, INPUT, CustomTool, Function, ToolUse
-
-
-class _NewReader(Protocol):
-    def __call__(self, new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader: ...
-
 
 _MISTRAL_ID = 9  # characters
 
@@ -32,45 +28,84 @@ def _new_openai_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """How one family writes calls.
+def _new_mistral_id() -> str:
+    # The family's templates refuse a conversation with ids of another form.
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MISTRAL_ID))
 
-    `tags` are what its reader has to see in the text, special tokens or not. `opening` is where a grammar may take
-    over from free text, None if that cannot be told from an answer. `known_call_id` makes an id that the family's
-    templates take of any other; None if they take all.
+
+def _known_mistral_id(call_id: str) -> str:
+    if len(call_id) == _MISTRAL_ID and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_MISTRAL_ID]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """The way in which one family writes calls.
+
+    `opening` and `closing` are around a block of calls, `other_tags` are in it. With `bare` a block may also begin
+    without `opening`, by this character; nothing tells it from an answer in JSON, so it is a call only if it names a
+    function that was offered. `separator` is between two blocks. A grammar writes a call as `before`, an object whose
+    arguments have the key `arguments`, and `after`. `known_call_id` converts any id of a call to one that the family's
+    templates accept; None if they accept all.
     """
 
-    tags: tuple[str, ...]
-    new_reader: _NewReader
-    tag: Callable[[str, JsonSchema], Tag]
-    opening: str | None
+    opening: str
+    closing: str | None = None
+    other_tags: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...]
+    bare: str | None = None
     separator: str
+    before: str
+    arguments: str = "arguments"
+    after: str
+    lists_calls: bool = False  # as Mistral does
     new_call_id: NewCallId = _new_openai_id
     known_call_id: Callable[[str], str] | None = None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What the reader has to see in the text, special tokens or not."""
+        return (self.opening, *filter(None, [self.closing]), *self.other_tags)
+
+    def tag(self, name: str, schema: JsonSchema) -> Tag:
+        """Return a call as a grammar writes it."""
+        before = f'{self.before}{{"name": {json.dumps(name)}, "{self.arguments}": '
+        return Tag(before, schema, f"}}{self.after}")
+
+    def block_reader(self, new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader:
+        """Return a reader of one choice of a request that offers functions of these names."""
+        return BlockReader(
+            partial(CallList, tags) if self.lists_calls else partial(CallObject, names=names if self.bare else None),
+            new_call_id,
+            opening=tags.stand_in(self.opening),
+            closing=self.closing and tags.stand_in(self.closing),
+            bare=self.bare,
+            separators=self.separator.strip(),
+        )
 
     def reader(self, tools: ToolUse, tags: SpecialTags) -> Callable[[], ToolReader]:
         """Return a function that makes the reader of one choice of such a request."""
         names = frozenset(function.name for function in tools.functions)
         custom = frozenset(function.name for function in tools.functions if isinstance(function, CustomTool))
-        family_reader = partial(self.new_reader, self.new_call_id, names, tags)
 
         def new_reader() -> ToolReader:
-            reader = CustomInputs(family_reader(), custom) if custom else family_reader()
+            reader = self.block_reader(self.new_call_id, names, tags)
+            reader = CustomInputs(reader, custom) if custom else reader
             return reader if tools.parallel else _FirstCallOnly(reader)
 
         return new_reader
 
     def grammar(self, tools: ToolUse) -> StructuredOutput | None:
-        """What makes the model call as the request demands; None if that leaves it free.
+        """Return the grammar that makes the model call as the request demands; None if that leaves it free.
 
-        Where no call is required, arguments are held to their schema all the same if a function is strict.
+        Where no call is required, arguments still have to fit their schema if a function is strict.
         """
         if tools.choice == "required":
             tags = [self._tag(function) for function in tools.callable_functions]
             repeat = tools.parallel and tools.named is None
             return _for_programs(tagged_json(tags, text=False, required=True, repeat=repeat, separator=self.separator))
-        if self.opening is None or not any(function.strict for function in tools.functions):
+        if self.bare is not None or not any(function.strict for function in tools.functions):
             return None
         tags = [self._tag(function, is_free=True) for function in tools.functions]
         return _for_programs(tagged_json(tags, triggers=[self.opening]))
@@ -96,44 +131,52 @@ def _for_programs(grammar: StructuredOutput) -> StructuredOutput:
     return structs.replace(grammar, any_whitespace=False, closed=True)
 
 
-def _new_mistral_id() -> str:
-    # The family's templates refuse a conversation with ids of another form.
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MISTRAL_ID))
-
-
-def _known_mistral_id(call_id: str) -> str:
-    if len(call_id) == _MISTRAL_ID and call_id.isalnum():
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:_MISTRAL_ID]
-
-
 FORMATS = {
-    "hermes": ToolFormat(hermes.TAGS, hermes.new_reader, hermes.tag, hermes.OPENING, separator="\n"),
-    "llama3": ToolFormat(llama3.TAGS, llama3.new_reader, llama3.tag, None, separator="; "),
+    "hermes": ToolFormat(  # which Qwen and many others share
+        opening="<tool_call>",
+        closing="</tool_call>",
+        end_tokens=("<|im_end|>",),
+        separator="\n",
+        before="<tool_call>\n",
+        after="\n</tool_call>",
+    ),
+    "llama3": ToolFormat(
+        opening="<|python_tag|>",
+        end_tokens=("<|eot_id|>", "<|eom_id|>"),
+        bare="{",
+        separator="; ",
+        before="",
+        arguments="parameters",
+        after="",
+    ),
     "mistral": ToolFormat(
-        *(mistral.TAGS, mistral.new_reader, mistral.tag, mistral.OPENING),
+        opening="[TOOL_CALLS]",
+        other_tags=(CALL_ID, ARGUMENTS),
+        end_tokens=("</s>",),
         separator="",
+        before="[TOOL_CALLS][",  # the old form, which all versions of the family read
+        after="]",
+        lists_calls=True,
         new_call_id=_new_mistral_id,
         known_call_id=_known_mistral_id,
     ),
 }
 
-
 END_TOKENS = (
-    *(*hermes.END_TOKENS, *llama3.END_TOKENS, *mistral.END_TOKENS),
+    *(token for each in FORMATS.values() for token in each.end_tokens),
     *("<|call|>", "<|observation|>", "<|tool_response>"),  # of gpt-oss, GLM and Gemma, whose calls no reader here knows
 )
 """The tokens that end a turn or a call of a model family, in vocabularies that have them as special tokens."""
 
 
 def format_of_template(source: str) -> ToolFormat | None:
-    """The syntax that a chat template teaches; None if it is none of ours."""
-    if mistral.OPENING in source:
+    """Return the syntax that a chat template teaches; None if it is none of ours."""
+    if FORMATS["mistral"].opening in source:
         return FORMATS["mistral"]
     # Qwen 3 Coder uses the same tags around something else.
-    if hermes.OPENING in source and "<function=" not in source:
+    if FORMATS["hermes"].opening in source and "<function=" not in source:
         return FORMATS["hermes"]
-    if llama3.OPENING in source or ("ipython" in source and '"parameters"' in source):
+    if FORMATS["llama3"].opening in source or ("ipython" in source and '"parameters"' in source):
         return FORMATS["llama3"]
     return None
 

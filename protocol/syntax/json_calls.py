@@ -1,7 +1,8 @@
-"""One call written as a JSON object: ``{"name": "f", "arguments": {...}}``, as most families do.
+"""Calls written as JSON: one object, an array of objects, or a name and the JSON of its arguments.
 
-The arguments are passed on while they are written. They may also be called ``parameters`` (Llama), may be a string
-that holds the JSON (OpenAI's own form), and may come before the name, in which case they wait for it.
+An object is ``{"name": "f", "arguments": {...}}``. Its arguments may also be called ``parameters`` (Llama), may be a
+string that holds the JSON (OpenAI's own form), and may come before the name; then they wait for it. Otherwise they are
+passed on while they are written.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import re
 from collections.abc import Container
 
-from protocol.syntax.call_reader import BlockState, CallSink
+from protocol.syntax.call_reader import Block, BlockState, CallSink
 from protocol.syntax.json_scanner import JsonScanner
+from protocol.syntax.reasoning import SpecialTags, find_tag
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _OTHERS = frozenset({"type", "id"})  # seen in the wild, read over
@@ -23,7 +25,7 @@ MAX_NAME = 512
 """Characters of a name in JSON."""
 
 
-class _Expect(enum.Enum):
+class _Next(enum.Enum):
     OPENING = enum.auto()
     KEY = enum.auto()
     COLON = enum.auto()
@@ -42,7 +44,7 @@ class CallObject:
         self.state = BlockState.MORE
         self._sink = sink
         self._names = names
-        self._expect = _Expect.OPENING
+        self._expect = _Next.OPENING
         self._key: str | None = None  # None while a key is read
         self._name: str | None = None
         self._has_arguments = False
@@ -67,19 +69,19 @@ class CallObject:
 
     def _punctuation(self, text: str, position: int) -> int:
         match self._expect, text[position]:
-            case _Expect.OPENING, "{":
-                self._expect = _Expect.KEY
-            case _Expect.COLON, ":":
-                self._expect = _Expect.VALUE
-            case _Expect.COMMA_OR_END, ",":
-                self._expect = _Expect.KEY
-            case _Expect.COMMA_OR_END, "}":
+            case _Next.OPENING, "{":
+                self._expect = _Next.KEY
+            case _Next.COLON, ":":
+                self._expect = _Next.VALUE
+            case _Next.COMMA_OR_END, ",":
+                self._expect = _Next.KEY
+            case _Next.COMMA_OR_END, "}":
                 self._end()
                 return position + (self.state is BlockState.DONE)
-            case _Expect.KEY, '"':
+            case _Next.KEY, '"':
                 self._begin(None)
                 return position
-            case _Expect.VALUE, character if self._value_may_begin_with(character):
+            case _Next.VALUE, character if self._value_may_begin_with(character):
                 self._begin(self._key)
                 return position
             case _:
@@ -128,11 +130,11 @@ class CallObject:
         key, value = self._key, "".join(self._read)
         if key is None:
             self._key = json.loads(value)
-            self._expect = _Expect.COLON
+            self._expect = _Next.COLON
             if self._key != "name" and self._key not in _ARGUMENTS and self._key not in _OTHERS:
                 self.state = BlockState.BROKEN
             return
-        self._expect = _Expect.COMMA_OR_END
+        self._expect = _Next.COMMA_OR_END
         if key == "name":
             self._name = self._name or _unquoted(value)
             if not self._name or (self._names is not None and self._name not in self._names):
@@ -175,3 +177,88 @@ def _unquoted(literal: str) -> str:
 def _is_object(text: str) -> bool:
     scanner = JsonScanner()
     return text[:1] == "{" and scanner.scan(text) == len(text) and scanner.is_done
+
+
+# -------------------------------------------------------------------------------------------------------------- mistral
+# Mistral's calls: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}]``, and newer ``[TOOL_CALLS]name[ARGS]{...}``, which
+# may carry ``[CALL_ID]...`` after the name; the id is skipped because calls get ids of ours.
+
+
+CALL_ID = "[CALL_ID]"
+ARGUMENTS = "[ARGS]"
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MAX_HEAD = 256  # characters of name and id
+
+
+class CallList:
+    """The inside of a block of Mistral's: an array of calls, or one call by its name."""
+
+    def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
+        self.state = BlockState.MORE
+        self._tags = tags
+        self._sink = sink
+        self._call: Block | None = None
+        self._expects = ""  # the characters that may come next in the array; "" before it
+
+    def step(self, text: str) -> int:
+        size = 0
+        if self._call is None:
+            start = text.lstrip()
+            size = len(text) - len(start)
+            if not start:
+                return size
+            if not self._expects and start[0] != "[":
+                self._call = _NamedCall(self._tags, self._sink)
+            elif start[0] not in (self._expects or "["):
+                self.state = BlockState.BROKEN
+                return size
+            elif start[0] == "{":
+                self._call = CallObject(self._sink)
+            else:
+                self.state = BlockState.DONE if start[0] == "]" else BlockState.MORE
+                self._expects = "{]" if start[0] == "[" else "{"
+                return size + 1
+            text = start
+        size += self._call.step(text)
+        if self._call.state is BlockState.DONE and self._expects:
+            self._call, self._expects = None, ",]"
+        else:
+            self.state = self._call.state
+        return size
+
+
+class _NamedCall:
+    def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
+        self.state = BlockState.MORE
+        self._call_id, self._arguments_tag = tags.stand_in(CALL_ID), tags.stand_in(ARGUMENTS)
+        self._sink = sink
+        self._scanner: JsonScanner | None = None
+
+    def step(self, text: str) -> int:
+        return self._head(text) if self._scanner is None else self._arguments(text, self._scanner)
+
+    def _head(self, text: str) -> int:
+        found = find_tag(text, ["{"])
+        if found is None:
+            if len(text) > _MAX_HEAD:
+                self.state = BlockState.BROKEN
+            return 0
+        head = text[: found[0]]
+        name = head.partition(self._call_id)[0].partition(self._arguments_tag)[0].strip()
+        if len(head) > _MAX_HEAD or not _FUNCTION_NAME.fullmatch(name):
+            self.state = BlockState.BROKEN
+            return 0
+        self._sink.start(name)
+        self._scanner = JsonScanner()
+        return found[0]
+
+    def _arguments(self, text: str, scanner: JsonScanner) -> int:
+        end = scanner.scan(text)
+        self._sink.arguments(text[:end])
+        if scanner.is_done:
+            self._sink.end_arguments()
+            self._sink.end()
+            self.state = BlockState.DONE
+        elif scanner.is_broken:
+            self.state = BlockState.BROKEN
+        return end

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import SPECIAL_MARK
-from protocol.syntax import hermes, llama3, mistral
+from protocol.syntax.formats import FORMATS
 from protocol.syntax.json_scanner import JsonScanner
 from protocol.syntax.message_parts import (
     ContentDelta,
@@ -24,16 +24,16 @@ from protocol.syntax.message_parts import (
 from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK, SpecialTags
 from tests.protocol.wire_helpers import pieces_of, token_bytes
 
-FAMILIES = {"hermes": (hermes, ()), "llama3": (llama3, llama3.TAGS), "mistral": (mistral, mistral.TAGS)}
+FAMILIES = {"hermes": (), "llama3": FORMATS["llama3"].tags, "mistral": FORMATS["mistral"].tags}
 NAMES = frozenset({"f", "g"})
 
 
 def parts_of(family, *texts, reasoning=None):
     """The parts of a text in which the tags that are special tokens of the family's vocabularies are such tokens."""
-    module, special = FAMILIES[family]
+    special = FAMILIES[family]
     ids = map("id{}".format, count())
     tags = SpecialTags({tag: number for number, tag in enumerate(special)})
-    new_reader = partial(module.new_reader, lambda: next(ids), NAMES, tags)
+    new_reader = partial(FORMATS[family].block_reader, lambda: next(ids), NAMES, tags)
     message_format = MessageFormat(reasoning=reasoning, new_tool_reader=new_reader, special_tags=tags)
     parser = message_format.parser(token_bytes)
     if len(texts) == 1:
@@ -153,13 +153,11 @@ CASES = [
 @pytest.mark.parametrize(("family", "text", "parts"), CASES)
 def test_calls_are_told_from_content(family, text, parts):
     assert parts_of(family, text) == parts
-    assert parts_of(family, *marked(text, FAMILIES[family][1])) == parts
+    assert parts_of(family, *marked(text, FAMILIES[family])) == parts
 
 
 FRAGMENTS = [
-    *hermes.TAGS,
-    *llama3.TAGS,
-    *mistral.TAGS,
+    *(tag for each in FORMATS.values() for tag in each.tags),
     '{"name": "f", ',
     '{"name": "g", "arguments": ',
     '"arguments": ',
@@ -180,7 +178,7 @@ def test_the_parts_do_not_depend_on_the_pieces(data):
     family = data.draw(st.sampled_from(list(FAMILIES)))
     seed = data.draw(st.sampled_from([text for of, text, _ in CASES if of == family] + [""]))
     text = seed + "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
-    pieces = data.draw(pieces_of(marked(text, FAMILIES[family][1])))
+    pieces = data.draw(pieces_of(marked(text, FAMILIES[family])))
     assert parts_of(family, "", *pieces) == parts_of(family, text) == parts_of(family, "", *"".join(pieces))
 
 
@@ -201,7 +199,7 @@ def test_any_arguments_arrive_as_they_were_written(data, arguments, ascii_only, 
         "llama3": f'{{"name": "f", "parameters": {written}}}',
         "mistral": f"[TOOL_CALLS]f[ARGS]{written}",
     }.items():
-        pieces = data.draw(pieces_of(marked(text, FAMILIES[family][1])))
+        pieces = data.draw(pieces_of(marked(text, FAMILIES[family])))
         assert parts_of(family, "", *pieces) == call(0, "f", written)
 
 
@@ -231,7 +229,7 @@ def test_the_scanner_refuses_brackets_without_end():
 
 def test_arguments_are_sent_while_they_are_written():
     ids = iter(["id0"])
-    reader = hermes.new_reader(lambda: next(ids), NAMES, NO_SPECIAL_TAGS)
+    reader = FORMATS["hermes"].block_reader(lambda: next(ids), NAMES, NO_SPECIAL_TAGS)
     fed = [
         reader.feed_text(piece)
         for piece in (

@@ -1,7 +1,6 @@
-"""What clients send and receive. Pure data: no device, no web server.
+"""The wire formats: requests, answers and errors. Pure data: no device, no web server.
 
-The application parses bodies with this package and sends what it builds. Of the engine it imports messages, errors
-and child processes.
+Of the engine it imports messages, errors and child processes.
 
 In reading order:
 

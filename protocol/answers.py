@@ -1,9 +1,7 @@
 """Shapes of answers, writers, and frames of event streams.
 
-Answers are written by hand where they are made, because that is on the path of every request; nothing here runs then,
-and pydantic builds nothing of it before somebody asks.
-Objects are closed: a key that is written and not named here is a mistake. Shapes that a dialect's SDKs define are
-described by what always is there. Here is what all dialects share; the rest is in their folders.
+Shapes are closed (`Answer`), unless a dialect's SDKs define them: then they name what is always there (`OpenAnswer`).
+Here is what all dialects share; the rest is in their folders.
 """
 
 from __future__ import annotations
@@ -12,24 +10,23 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import orjson
-from pydantic import BaseModel, ConfigDict
 
 from engine.messages import FinishReason, RequestOutput
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.syntax.message_parts import MessageFormat, MessageParser, TokenBytes
 
+encode = msgspec.json.Encoder().encode
+"""Writes an `Answer` as JSON."""
 
-class Answer(BaseModel):
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """An object that the server sends."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
 
-
-class OpenAnswer(Answer):
-    """One that may have more keys than are named."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), defer_build=True)
+class OpenAnswer(msgspec.Struct):
+    """An object that may have more keys than are named."""
 
 
 # --- errors

@@ -1,13 +1,10 @@
 """Bytes of a body to a checked request model, and the pages of lists.
 
-All models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a fine float, NaN and infinity are not. Unknown
-fields are accepted without effect, because clients send fields newer than any server, and the header
-`x-headrace-warning` names them; known fields whose effect this server lacks are refused by name. So nothing that
-changes the answer is dropped in silence.
-
-Checking costs time that nobody else gets (the GIL), so lists are measured before their entries are looked at
-(`at_most`), and the first wrong entry of a long one ends the search (`fail_fast`): collecting the errors of six
-megabytes of wrong messages takes 20 s.
+1. Models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a float, NaN and infinity are not.
+2. Unknown fields are accepted without effect, because clients send fields newer than any server; the header
+   `x-headrace-warning` names them. Known fields that this server lacks are refused by name.
+3. Checking holds the GIL, so a list is measured before its entries are checked (`at_most`), and the first wrong entry
+   of a long one ends the check (`fail_fast`): collecting the errors of six megabytes of wrong messages takes 20 s.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ _MAX_SHOWN = 40  # characters of an unknown type that come back
 
 
 def at_most(limit: int, entries: str) -> BeforeValidator:
-    """Refuses a longer array or object before anything in it is checked."""
+    """Refuse a longer array or object before anything in it is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -63,8 +60,10 @@ def at_most(limit: int, entries: str) -> BeforeValidator:
 
 
 def at_most_inside(limit: int, entries: str) -> BeforeValidator:
-    """Refuses an array whose objects have longer arrays in all, before anything in them is checked. Each entry costs
-    some microseconds of the lock that everybody needs, and objects for the collector to visit."""
+    """Refuse an array of objects that hold more entries in all, before anything in them is checked.
+
+    Each entry costs microseconds of the GIL, and objects for the garbage collector to visit.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, list) and (count := _num_inside(value)) > limit:
@@ -75,7 +74,7 @@ def at_most_inside(limit: int, entries: str) -> BeforeValidator:
 
 
 def _num_inside(objects: list[Any], depth: int = 3) -> int:
-    """Entries of arrays that are fields of these objects, or those fields' `content`, and of the arrays in them."""
+    """Count the entries of arrays that are fields of these objects, or their fields' `content`, nested ones too."""
     count = 0
     for each in objects:
         if isinstance(each, dict):
@@ -162,7 +161,7 @@ def _unannotated(member: Any) -> Any:
 
 
 def refuse_type(kind: Any, kinds: Sequence[str], field: str = "type") -> NoReturn:
-    """Refuse `kind`, which `field` says."""
+    """Refuse the type `kind` of `field`."""
     shown = repr(kind[:_MAX_SHOWN]) if isinstance(kind, str) else "no string"
     works = ", ".join(kinds)
     raise PydanticCustomError(
@@ -171,7 +170,7 @@ def refuse_type(kind: Any, kinds: Sequence[str], field: str = "type") -> NoRetur
 
 
 def json_text(value: Any, param: str) -> str:
-    """`value`, of the field `param`, as JSON text. Raises `InvalidRequest`."""
+    """Return `value`, of the field `param`, as JSON text. Raises `InvalidRequest`."""
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
@@ -189,7 +188,7 @@ def check_size(value: Any, limit: int) -> None:
 
 
 def at_most_bytes(limit: int) -> BeforeValidator:
-    """`check_size` for a field, before anything in it is checked."""
+    """Apply `check_size` to a field before anything in it is checked."""
 
     def check(value: Any) -> Any:
         check_size(value, limit)
@@ -210,8 +209,7 @@ _MODELS: list[type[BaseModel]] = []  # in the order in which they are defined, p
 
 
 def build_models() -> None:
-    """Make the validators of all models, which takes tenths of a second: after the server's first answer and before its
-    first request. What is validated before makes its own."""
+    """Make the validators of all models, which takes tenths of a second. A model that is used earlier makes its own."""
     for model in _MODELS:
         model.model_rebuild()
 
@@ -219,7 +217,7 @@ def build_models() -> None:
 class ClientModel(BaseModel):
     """An object that a client sent. A field that is null counts as absent, at every depth.
 
-    `unsupported` names fields that are refused, each with the values that mean "off" and are let through.
+    `unsupported` are the fields that are refused, each with the values that mean "off" and are accepted.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, defer_build=True)
@@ -248,7 +246,7 @@ class ClientModel(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Says of every field that may be absent that it may be null."""
+        """Add null to the types of every field that may be absent."""
         schema = handler(core_schema)
         described = handler.resolve_ref_schema(schema)
         required = described.get("required", ())
@@ -260,9 +258,9 @@ class ClientModel(BaseModel):
 
 
 class RequestBody(ClientModel):
-    """The body of a request. It remembers which of the client's fields have no effect, so that a header can say so.
+    """The body of a request, with the names of the client's fields that have no effect.
 
-    `labels` are fields that name or bill a request: nothing that this server answers would differ with them.
+    `labels` are fields that name or bill a request: no answer depends on them, so they are not named.
     """
 
     labels: ClassVar[frozenset[str]] = frozenset(
@@ -306,8 +304,7 @@ def validate(model: type[M], content: Any) -> M:
 
 
 def decode_json(body: bytes) -> Any:
-    """Decode the JSON of a request. Raises `ApiError`: 400 naming the place if it is broken, 413 if it has too many
-    values."""
+    """Decode the JSON of a request. Raises `ApiError`: 400 with the place of an error, 413 for too many values."""
     if not body:
         raise ApiError(400, "The request body is empty; send a JSON object.", code="invalid_json")
     if weight_above(body, MAX_JSON_WEIGHT):
@@ -324,19 +321,16 @@ def decode_json(body: bytes) -> Any:
 
 
 def weight_above(body: bytes, limit: int) -> bool:
-    """Return True if decoding `body` would make so many objects that they weigh more than `limit`.
+    """Return True if the values of `body` weigh more than `limit`. Counts outside strings, a piece at a time.
 
-    Decoding is one call that keeps the interpreter's lock: 16 MiB of empty arrays would stop every thread for a second.
-    This function counts the structure outside strings, a piece at a time, and stops at the limit.
+    Decoding is one call that keeps the GIL: 16 MiB of empty arrays would stop every thread for a second.
     """
     if len(body) * _COMPOUND <= limit:
         return False
     weight, is_inside, rest = 0, False, b""
     for begin in range(0, len(body), _PIECE):
         piece = rest + body[begin : begin + _PIECE]
-        kept = (
-            len(piece) - len(piece.rstrip(b"\\")) & 1
-        )  # a backslash that escapes the first character of the next piece
+        kept = len(piece) - len(piece.rstrip(b"\\")) & 1  # a backslash that escapes the next piece's first character
         piece, rest = piece[: len(piece) - kept], piece[len(piece) - kept :]
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[is_inside::2])
@@ -348,12 +342,8 @@ def weight_above(body: bytes, limit: int) -> bool:
     return False
 
 
-# --------------------------------------------------------------------------------------------------------------- paging
-# What the API's lists have in common: how many entries a page has.
-
-
 def page_size(limit: str, most: int) -> int:
-    """The query's `limit`. Raises `ApiError` 400 if it is no number from 1 to `most`."""
+    """Return the number of entries on a page. Raises `ApiError` 400 if `limit` is no number from 1 to `most`."""
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= most:
         raise ApiError(400, f"limit must be a whole number from 1 to {most}, got {shown(limit)}.", param="limit")
     return int(limit)

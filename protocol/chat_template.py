@@ -1,14 +1,14 @@
 """Messages to the text that the model was trained on.
 
-A template is foreign code: it sees JSON values only, and runs in Jinja's immutable sandbox and, unless it is one that
-is known to do no harm, in a process of its own (`TemplateProcesses`). Messages are foreign text: where one
-spells a control token (``<|im_end|>``) it must not become that token, or a user could end their turn and speak as the
-system (CVE-2026-44222 in vLLM). Before rendering, each such spelling is put between markers nobody can guess; after it,
-the text is split there, and the caller encodes the marked segments without special tokens. Text that spells no control
-token, which is nearly all text, passes untouched as one segment, so tokens agree with the reference implementation.
+1. A template is foreign code: it sees JSON values only and runs in Jinja's immutable sandbox; one that is not known to
+   be harmless also runs in a process of its own (`TemplateProcesses`).
+2. Messages are foreign text: the spelling of a control token (``<|im_end|>``) in one must not become that token, or a
+   user could end the turn and speak as the system (CVE-2026-44222 in vLLM). Each spelling is put between random
+   markers before rendering. The text is split there, and marked segments are encoded without special tokens.
+3. Text without such a spelling is one segment, so its tokens agree with the reference implementation.
 
-What this cannot see: a template that itself cuts text out of the middle of a message could join the halves of a
-control token. Rendering runs for milliseconds per 100k characters: off the event loop, please.
+Not covered: a template that cuts text out of a message could join the halves of a control token. Rendering takes
+milliseconds per 100k characters, so it does not belong on the event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""For models that bring no template of their own."""
+"""The template of models without one."""
 
 Segment = tuple[str, bool]
 """Text, and whether it is plain: to be encoded without recognizing special tokens."""
@@ -52,12 +52,12 @@ _KNOWN = {
 
 
 def is_known(source: str) -> bool:
-    """Whether a template is one that Headrace was tested with, and needs no process of its own."""
+    """Return True for a template that was reviewed and needs no process of its own."""
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in _KNOWN
 
 
 class ChatTemplateError(HeadraceError):
-    """The model's template is at fault, not the request: it does not parse, or tries what the sandbox forbids."""
+    """The model's template does not parse, or does what the sandbox forbids. The request is not at fault."""
 
 
 class Renderer(Protocol):
@@ -73,13 +73,12 @@ class Renderer(Protocol):
 
 
 class ChatTemplate:
-    """A chat template. Any number of threads may render at once. If `takes_parts` is true, the template reads content
-    as a list of parts, and strings are converted to such lists.
+    """A chat template. Any number of threads may render at once.
 
-    `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
-    strings that the tokenizer turns into control tokens; user text that spells one stays text.
-    `make_renderer` compiles the source. `variables` are the names of the variables that it reads, `knows_tools`
-    says whether tools are one of them. Raises `ChatTemplateError` if `source` does not parse.
+    `special_tokens` are variables that templates read (``bos_token``...). `control_tokens` are further strings that the
+    tokenizer turns into control tokens; user text that spells one stays text. `make_renderer` compiles the source.
+    `variables` are the names that it reads; `knows_tools` is true if they include tools. With `takes_parts`, the
+    template reads content as a list of parts, to which strings are converted. Raises `ChatTemplateError`.
     """
 
     def __init__(
@@ -102,12 +101,11 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables
 
     def find_content_form(self, name: str) -> None:
-        """Set `takes_parts`: find out whether the template reads content as a string or as a list of parts.
+        """Set `takes_parts`, once, before threads share the template: does it read a string or a list of parts?
 
-        Call it once, before threads share the template. A template that loops over parts shows nothing of a string, and
-        a template for strings prints a list as Python does, so the right form shows a marker exactly once. Raises
-        `ChatTemplateError`, naming the model by `name`, if neither form shows it. If the template fails on the marker's
-        conversation, `takes_parts` stays false, and requests get the template's error.
+        A template that loops over parts shows nothing of a string, and one for strings prints a list as Python does, so
+        the right form shows a marker exactly once. Raises `ChatTemplateError` with the model's `name` if neither shows
+        it. If the template fails on the marker's conversation, requests get its error.
         """
         counts = []
         for content in (marker := _random_marker(), _as_parts(marker)):
@@ -141,13 +139,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[Segment]:
-        """The prompt in order, as (text, is_plain) segments for `encode_segments`.
+        """Return the prompt in order, as (text, is_plain) segments for `encode_segments`.
 
-        With `continue_final_message` it ends where the last message's content ends, for the model to go on there.
-        `variables` reach the template too, but cannot replace what this class sets. A role ``developer`` becomes
-        ``system`` for templates that do not know it. Raises `InvalidRequest` (param ``messages``) if the template
-        cannot render these messages or they grow too long, `ChatTemplateError` if it tries something forbidden,
-        ApiError 503 if its process was ended from outside, twice.
+        With `continue_final_message` it ends with the last message's content. `variables` cannot replace those set
+        here. The role ``developer`` becomes ``system`` for templates that do not know it. Raises `InvalidRequest`
+        (param ``messages``) if the template cannot render these messages or they grow too long, `ChatTemplateError` if
+        it does something forbidden, `ApiError` 503 if its process was ended from outside, twice.
         """
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
@@ -186,14 +183,14 @@ class ChatTemplate:
 
 
 def segments_text(segments: Iterable[Segment]) -> str:
-    """The rendered prompt as one string, as the reference implementation renders it."""
+    """Return the rendered prompt as one string, as the reference implementation renders it."""
     return "".join(text for text, _ in segments)
 
 
 def encode_segments(
     segments: Iterable[Segment], encode: Callable[[str], list[int]], encode_plain: Callable[[str], list[int]]
 ) -> list[int]:
-    """Token ids of rendered segments: `encode` recognizes special tokens and adds none, `encode_plain` knows none."""
+    """Return the token ids of segments: `encode` recognizes special tokens and adds none, `encode_plain` knows none."""
     return [token_id for text, plain in segments for token_id in (encode_plain if plain else encode)(text)]
 
 
@@ -206,10 +203,10 @@ def _cannot_render(why: str) -> InvalidRequest:
 
 
 class _EndMark:
-    """Marks where the final message ends, and cuts there what a template made of it.
+    """Marks the end of the final message, and cuts the rendered text there.
 
-    The mark ends in a space. A template that trims messages trims that space, which tells that what it would have
-    trimmed before the mark, had there been none, has to go too.
+    The mark ends in a space. If the template trims it, the template trims messages, so the white space before the mark
+    has to go too.
     """
 
     def __init__(self) -> None:
@@ -234,11 +231,10 @@ class _EndMark:
 
 
 class _Shield:
-    """Marks control-token spellings in what a client sent, and finds them again in what the template made of it.
+    """Marks the spellings of control tokens in a client's text, and finds them again in the rendered text.
 
-    Markers are 24 random digits, new ones for each request, so no text holds one by chance or by intent. Digits,
-    because templates print lists with `repr`, escape with `tojson` and change case, and a marker has to outlive that:
-    private-use characters do not. They are drawn only when there is something to mark.
+    Markers are 24 random digits, new ones for each request that has such a spelling, so no text holds one by chance or
+    by intent. Digits survive `repr`, `tojson` and changes of case, which private-use characters do not.
     """
 
     def __init__(self, control: re.Pattern[str] | None) -> None:
@@ -247,7 +243,7 @@ class _Shield:
         self._close = ""
 
     def protect(self, value: Any) -> Any:
-        """`value` (any JSON value) with every spelling in every string, keys included, between markers."""
+        """Return a JSON value with every spelling in its strings, keys included, between markers."""
         if self._control is None:
             return value
         match value:
@@ -261,7 +257,7 @@ class _Shield:
                 return value
 
     def split(self, rendered: str) -> list[Segment]:
-        """Segments of the rendered text, without markers and without empty ones."""
+        """Return the segments of the rendered text, without markers and empty ones."""
         if not self._open:
             return [(rendered, False)]
         segments: list[Segment] = []
@@ -280,10 +276,10 @@ class _Shield:
 
 
 def _runs_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
-    # The longest first: of two tokens that start alike the tokenizer takes the longer one.
+    # The longest first, because the tokenizer takes the longer of two tokens that start alike.
     one = "|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True))
-    # A run is one match, so that a flood of tokens is one segment; written as one and more because `re` looks for the
-    # first character of a plain group much faster than for that of a repeated one.
+    # A run is one match, so that many tokens are one segment. `re` finds the first character of a plain group much
+    # faster than that of a repeated one.
     return re.compile(f"(?:{one})(?:{one})*+") if one else None
 
 
@@ -292,7 +288,6 @@ def _random_marker() -> str:
 
 
 def _interrupted() -> ApiError:
-    """Neither the request nor the template is at fault."""
     return ApiError(
         503,
         "The process that renders the chat template was ended. The request may be sent again.",
@@ -302,12 +297,9 @@ def _interrupted() -> ApiError:
 
 
 # ----------------------------------------------------------------------------------------------------- template process
-# Renders a chat template in processes of its own, which the kernel bounds and which are killed at a deadline.
-#
-# A template comes with a model's files, from whoever wrote them, and no check inside an interpreter can bound what one
-# expression of it takes. `protocol.jinja_sandbox` is the process. It lives as long as it behaves: a rendering that is
-# too slow or takes too much memory, or whose caller cannot be answered, ends its process, and the next rendering starts
-# another. A process that has died otherwise, by whatever hand, is replaced without anybody noticing.
+# Renders a chat template in child processes, which the kernel bounds and which are killed at a deadline, because
+# nothing inside an interpreter bounds the cost of an expression. A process that is too slow, takes too much memory or
+# cannot be read ends, and the next rendering starts another. A process that died otherwise is replaced at once.
 
 
 logger = logging.getLogger(__name__)
@@ -319,17 +311,17 @@ _SHUTTING_DOWN = "the server is shutting down"
 
 
 class TemplateProcesses:
-    """A `Renderer`: as many processes as callers at once. `close` ends them, and the renderings in them.
+    """A `Renderer` with as many processes as concurrent callers. `close` ends them and their renderings.
 
-    `timeout` bounds one rendering, in seconds, from its first byte to its last, and compiling the template. The first
-    process is started here, so that a template which does not parse is known. Raises `RenderingFailed`.
+    `timeout` bounds one rendering and the compilation, in seconds. The first process is started here, so a template
+    that does not parse raises `RenderingFailed`.
     """
 
     def __init__(self, source: str, timeout: float) -> None:
         self._source = to_bytes(source)
         self._timeout = timeout
         self._pool = ChildPool("protocol.jinja_sandbox", _PACKAGES, timeout)
-        self.close = self._pool.close  # renderings in progress fail, and so does whatever comes later
+        self.close = self._pool.close  # renderings in progress and later ones fail
         try:
             first, answer = self._start()
         except BaseException:
@@ -339,8 +331,8 @@ class TemplateProcesses:
         self._pool.give_back(first)
 
     def render(self, context: dict[str, Any]) -> str:
-        """The text. Blocks, for `timeout` at most and, if need be, a process's start. Threads may call it at once."""
-        # In pieces, as `json.dumps` does not: it would keep the interpreter, and with it the event loop, to itself.
+        """Return the text. Blocks for at most `timeout` and the start of a process. Threads may call it at once."""
+        # In pieces, because `json.dumps` would keep the GIL, and with it the event loop, all the time.
         message = b"".join(map(to_bytes, _JSON.iterencode(context)))
         began = time.monotonic()
         process = self._pool.take_idle()
@@ -348,7 +340,7 @@ class TemplateProcesses:
             try:
                 return self._ask(process, message, self._timeout)
             except RenderingFailed as failure:
-                # It had died since its last rendering, or that one had left too little of its memory.
+                # It died after its last rendering, or that one left too little of its memory.
                 if failure.kind not in (Failure.GONE, Failure.MEMORY):
                     raise
         left = self._timeout - (time.monotonic() - began)
@@ -356,7 +348,7 @@ class TemplateProcesses:
         return self._ask(process, message, left)
 
     def _start(self) -> tuple[ChildProcess, str]:
-        """A new process that has compiled the template, and what it said of it."""
+        """Return a new process that has compiled the template, and its answer."""
         try:
             process = self._pool.start()
         except EOFError:
@@ -364,7 +356,7 @@ class TemplateProcesses:
         return process, self._ask(process, self._source, self._timeout, idle=False)
 
     def _ask(self, process: ChildProcess, message: bytes, seconds: float, *, idle: bool = True) -> str:
-        """The answer. Afterwards the process is `idle`, or else its caller's, or has ended if it is of no more use."""
+        """Return the answer. Afterwards the process is in the pool if `idle`, or has ended if it failed."""
         usable = False
         try:
             if self._pool.is_closed:

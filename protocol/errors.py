@@ -1,9 +1,8 @@
-"""Every failure that a client can see, as one value: HTTP status plus OpenAI's error envelope.
+"""Every failure that a client can see, as one value: an HTTP status and OpenAI's error envelope.
 
-The app turns whatever a handler raises into an answer with `to_api_error(exc).body()`. Messages name the field in the
-client's own words (``messages.0.content``), what was given and what is allowed. They never carry prompt text: a string
-that a client sent comes back only where a fixed word was expected and only when it is short, and what an unexpected
-exception says stays on the server.
+1. Messages name the field in the client's words (``messages.0.content``), the value and what is allowed.
+2. They never carry prompt text: a string comes back only where a fixed word was expected, and only if it is short.
+3. The text of an unexpected exception stays on the server.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ _MAX_SHOWN = 40  # characters of a client's value that come back in a message
 class ApiError(Exception):
     """A failure as the client sees it: `status` and `headers` of the response, the rest in its body.
 
-    `type` defaults to OpenAI's word for the status. `param` is the path of the field at fault, `code` a word for
-    programs such as ``model_not_found``.
+    `type` defaults to OpenAI's word for the status, `param` is the path of the wrong field, `code` a word for programs.
     """
 
     def __init__(
@@ -51,19 +49,18 @@ class ApiError(Exception):
         self.headers: Mapping[str, str] = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:
-        """`{"error": {"message", "type", "param", "code"}}`, the same on every route."""
+        """Return `{"error": {"message", "type", "param", "code"}}`."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def body(self) -> bytes:
-        """The envelope as JSON."""
+        """Return the envelope as JSON."""
         return orjson.dumps(self.envelope())
 
 
 def deadline_exceeded(what: str) -> ApiError:
-    """A request ran out of the time it was given.
+    """Return the error of a request that ran out of its time: 504, because 408 means that the client sent too slowly.
 
-    504, because 408 would say that the client was slow to send its request. SDKs retry both by themselves; this one
-    asks them not to, since whoever set the deadline is not waiting any more, and a retry would only run out again.
+    SDKs retry both; the header asks them not to, because a retry would run out of time again.
     """
     return ApiError(
         504, f"{what} Ask for more time or for less.", code="deadline_exceeded", headers={"x-should-retry": "false"}
@@ -71,7 +68,7 @@ def deadline_exceeded(what: str) -> ApiError:
 
 
 def to_api_error(exc: Exception) -> ApiError:
-    """What the client is told about `exc`. Never raises; an exception that nobody foresaw is a bare 500."""
+    """Return the client's error for `exc`: a bare 500 for an unexpected exception. Never raises."""
     match exc:
         case ApiError():
             return exc
@@ -146,7 +143,7 @@ def _sentence(error: ErrorDetails, path: str) -> str:
 
 
 def shown(value: Any, secret: bool = False) -> str:
-    """A client's value as a message may repeat it."""
+    """Return a client's value as a message may repeat it."""
     match value:
         case None:
             return "null"

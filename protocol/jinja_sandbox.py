@@ -1,9 +1,8 @@
 """Chat templates compiled and rendered in a sandbox, in a child process if they are unknown.
 
-It keeps a template from what it must not touch, and bounds its output; it cannot bound the work and the memory that a
-template takes, because one call of C (the `repr` of a list, the width of a field, a constant that the compiler folds)
-can take all there is. So known templates run in the server, and others in a child process whose main module
-this is; it imports the standard library and Jinja only.
+The sandbox keeps a template from forbidden objects and bounds its output, but not its time and memory: one call in C
+(the `repr` of a list, the width of a field, a folded constant) can take everything. So known templates run in the
+server, others in a child that runs this module. It imports the standard library and Jinja only.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.child_main import serve, to_bytes, to_text
 
 MAX_RENDERED_CHARS = 32 * 2**20
-"""Above any context length that exists, below what hurts the server."""
+"""More than any context holds, and little enough for the server's memory."""
 
 
 class Failure(enum.IntEnum):
-    """Why there is no text."""
+    """The reasons for a rendering without a text."""
 
     SYNTAX = 1  # it cannot be compiled
     UNSAFE = 2  # it tries what the sandbox forbids
@@ -39,7 +38,7 @@ class Failure(enum.IntEnum):
 
 
 class RenderingFailed(Exception):
-    """A template gave no text. `words` say why; they may quote the messages."""
+    """A template gave no text. `words` give the reason and may quote the messages."""
 
     def __init__(self, kind: Failure, words: str) -> None:
         super().__init__(kind, words)
@@ -62,7 +61,7 @@ class CompiledTemplate:
             raise _failed(exc, Failure.SYNTAX) from exc
 
     def render(self, context: dict[str, Any]) -> str:
-        """The text. `context` holds the template's variables, JSON values."""
+        """Return the text. `context` has the template's variables, which are JSON values."""
         pieces, size = [], 0
         try:
             for piece in self._template.generate(context):
@@ -83,7 +82,7 @@ class CompiledTemplate:
 
 
 def too_long() -> RenderingFailed:
-    """The text is longer than `MAX_RENDERED_CHARS`."""
+    """Return the failure of a text that is longer than `MAX_RENDERED_CHARS`."""
     return RenderingFailed(
         Failure.TOO_LONG, f"they may make at most {MAX_RENDERED_CHARS} characters; send a shorter conversation"
     )
@@ -144,10 +143,8 @@ _ENVIRONMENT = _environment()
 
 
 # ------------------------------------------------------------------------------------------------------- template child
-# The main function of a process that renders one unknown chat template under limits of the kernel.
-#
-# It is started by `protocol.chat_template`, and imports the standard library and Jinja only, which takes a tenth of a
-# second. `engine.child_main` has its limits.
+# The main function of a process that renders one unknown chat template under the limits of `engine.child_main`.
+# `protocol.chat_template` starts it, in a tenth of a second.
 #
 #     parent → child   first the template's source, then the variables of one rendering each (JSON)
 #     child → parent   0 and the text (first: the names of its variables, as JSON), or a `Failure` and words

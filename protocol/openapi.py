@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from msgspec import Struct
+from msgspec.json import schema_components
 from pydantic.json_schema import models_json_schema
 
 from engine.messages import LOW_END_EXCLUDED, RANGES
@@ -55,16 +56,17 @@ def document(
     version: str, operations: Sequence[Operation] = OPERATIONS, sampling: Mapping[str, float | None] | None = None
 ) -> Json:
     """The whole description, OpenAPI 3.1. `sampling` is what requests for text get where they leave it open."""
-    models: dict[type[BaseModel], None] = dict.fromkeys(dialect.error_answer for dialect in DIALECTS)
-    for operation in operations:
-        models |= dict.fromkeys(operation.request)
-        if isinstance(operation.answer, type):
-            models[operation.answer] = None
+    models = dict.fromkeys(model for operation in operations for model in operation.request)
+    answers: dict[type[Struct], None] = dict.fromkeys(dialect.error_answer for dialect in DIALECTS)
+    answers |= dict.fromkeys(each.answer for each in operations if isinstance(each.answer, type))
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF + "{model}"
     )
+    answer_schemas, answer_definitions = schema_components(answers, ref_template=_REF + "{name}")
     schema_of: dict[Any, Json] = {model: schema for (model, _), schema in references.items()}
-    schemas = {name: _without_titles(schema) for name, schema in definitions["$defs"].items()}
+    schema_of |= dict(zip(answers, answer_schemas, strict=True))
+    definitions = {**definitions["$defs"], **answer_definitions}
+    schemas = {name: _without_titles(schema) for name, schema in definitions.items()}
     for operation in operations:
         if operation.streams:  # where tokens are only counted, nobody looks at what they would be sampled with
             for model in operation.request:

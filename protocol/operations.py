@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel
+from msgspec import Struct
 
 from protocol.answers import AnswerContext, BodyWriter, ErrorEnvelope, InputTokens, StreamWriter
 from protocol.body import ClientModel
@@ -32,7 +32,7 @@ class Operation:
     method: Method
     path: str
     summary: str
-    answer: type[BaseModel] | str | None
+    answer: type[Struct] | str | None
     request: Sequence[type[ClientModel]] = ()
     errors: Sequence[int] = ()
     also: Sequence[int] = ()
@@ -43,13 +43,13 @@ class Operation:
 
 
 def generates(
-    path: str, summary: str, request: type[ClientModel], answer: type[BaseModel], *, streams: bool = True
+    path: str, summary: str, request: type[ClientModel], answer: type[Struct], *, streams: bool = True
 ) -> Operation:
     """An operation that gets a place in the queue and tokens from the engine."""
     return Operation("post", path, summary, answer, [request], (400, 404, 413, 429, 500, 503, 504), streams=streams)
 
 
-def asks(path: str, summary: str, answer: type[BaseModel], *request: type[ClientModel]) -> Operation:
+def asks(path: str, summary: str, answer: type[Struct], *request: type[ClientModel]) -> Operation:
     """An operation that needs tokenizer and template alone."""
     return Operation("post", path, summary, answer, request, (400, 404, 413, 503))
 
@@ -58,7 +58,7 @@ def finds(
     method: Method,
     path: str,
     summary: str,
-    answer: type[BaseModel],
+    answer: type[Struct],
     *,
     streams: bool = False,
     query: Mapping[str, Mapping[str, Any]] | None = None,
@@ -74,7 +74,7 @@ class GenerationRoute(Generic[R]):
     path: str
     summary: str
     request: type[R]
-    answer: type[BaseModel]
+    answer: type[Struct]
     id_prefix: str
     stream_writer: Callable[[R, AnswerContext], StreamWriter]
     body_writer: Callable[[R, AnswerContext], BodyWriter]
@@ -118,7 +118,7 @@ class Dialect:
     counting: Sequence[CountingRoute] = ()
     others: Sequence[Operation] = ()
     error_body: Callable[[ApiError, str | None], bytes] = _openai_error
-    error_answer: type[BaseModel] = ErrorEnvelope
+    error_answer: type[Struct] = ErrorEnvelope
     request_id_header: bytes | None = None
     shared_roots: Sequence[str] = ()
     client_header: str | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from msgspec import Struct
+from pydantic import Field
 
 from engine.errors import InvalidRequest
 from protocol import answers
@@ -106,7 +107,7 @@ class ConfigureLogging(ClientModel):
 _TOKENIZE = "The token ids of a text, or of a conversation."
 
 
-def _probe(path: str, summary: str, answer: type[BaseModel] | None, method: Method = "get") -> Operation:
+def _probe(path: str, summary: str, answer: type[Struct] | None, method: Method = "get") -> Operation:
     return Operation(method, path, summary, answer, also=(503,), is_open=True)
 
 

@@ -24,6 +24,7 @@ from app.serving.generation import (
 from app.serving.prompts import Prompts
 from app.serving.server import Server, ServerHandler
 from engine.messages import Pooling
+from protocol.answers import Detokenized, InputTokens, Tokens, encode
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
@@ -60,7 +61,7 @@ async def _count(route: CountingRoute, server: Server, request: RequestScope) ->
     given, body = await _translated(server, request, route.request)
     server.check_model_name(given.model)
     assert isinstance(body, ChatCompletionRequest)
-    await request.send_json(200, orjson.dumps({"input_tokens": await count_tokens(server, body)}))
+    await request.send_json(200, encode(InputTokens(await count_tokens(server, body))))
 
 
 async def _translated(
@@ -101,8 +102,7 @@ async def tokenize(server: Server, request: RequestScope) -> None:
 
     def write() -> bytes:
         strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None
-        answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": strings}
-        return orjson.dumps(answer)
+        return encode(Tokens(len(token_ids), longest, token_ids, strings))
 
     await request.send_json(200, await server.workload.write(len(token_ids), write))
 
@@ -121,7 +121,7 @@ async def detokenize(server: Server, request: RequestScope) -> None:
 
     def write() -> bytes:
         body.check(model.engine_info.vocab_size)
-        return orjson.dumps({"prompt": model.prompts.decode(body.tokens)})
+        return encode(Detokenized(model.prompts.decode(body.tokens)))
 
     await request.send_json(200, await server.workload.write(len(body.tokens), write))
 

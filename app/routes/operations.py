@@ -21,9 +21,12 @@ from app.observability.metrics import CONTENT_TYPE
 from app.serving.generation import parse
 from app.serving.server import Server, ServerPhase
 from engine.commands import GetSnapshot, Profile, ResetPrefixCache, SetLogLevel, StartProfile, StopProfile
+from protocol import answers
+from protocol.answers import encode
 from protocol.anthropic.dialect import ANTHROPIC, model_info, model_page
 from protocol.errors import ApiError
-from protocol.openai.dialect import model_card, model_list, unknown_model
+from protocol.openai.answers import ModelCard, ModelList
+from protocol.openai.dialect import unknown_model
 from protocol.registry import AbortRequest, ConfigureLogging
 
 T = TypeVar("T")
@@ -53,7 +56,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
 async def engine_state(server: Server, request: RequestScope) -> None:
     """GET /engine_state: what each engine has to do, holds and has done lately."""
     engines = await _in_time(server.model.llm.query(GetSnapshot()))
-    await request.send_json(200, msgspec.json.encode({"engines": engines}))
+    await request.send_json(200, encode(answers.EngineState(engines)))
 
 
 async def _in_time(answers: Awaitable[T]) -> T:
@@ -72,14 +75,14 @@ async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
             param="reset_external",
         )
     server.model.llm.send(ResetPrefixCache())
-    await request.send_json(200, orjson.dumps({"success": True}))
+    await request.send_json(200, encode(answers.Success(True)))
 
 
 async def abort_requests(server: Server, request: RequestScope) -> None:
     """POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
     body = await parse(server, AbortRequest, request)
     aborted = server.abort(frozenset(body.request_ids), but=request)
-    await request.send_json(200, orjson.dumps({"aborted": aborted}))
+    await request.send_json(200, encode(answers.Aborted(aborted)))
 
 
 async def start_profile(server: Server, request: RequestScope) -> None:
@@ -94,7 +97,7 @@ async def start_profile(server: Server, request: RequestScope) -> None:
             param="num_steps",
         )
     await _in_time(server.model.llm.query(StartProfile(num_steps)))
-    await request.send_json(200, orjson.dumps({"success": True}))
+    await request.send_json(200, encode(answers.Success(True)))
 
 
 async def stop_profile(server: Server, request: RequestScope) -> None:
@@ -123,7 +126,7 @@ async def configure_logging(server: Server, request: RequestScope) -> None:
     change_level(body.log_level)
     if server.phase is ServerPhase.READY:
         server.model.llm.send(SetLogLevel(body.log_level))
-    await request.send_json(200, orjson.dumps({"log_level": body.log_level}))
+    await request.send_json(200, encode(answers.LogLevel(body.log_level)))
 
 
 # --------------------------------------------------------------------------------------------------------------- probes
@@ -142,7 +145,7 @@ VERSION = metadata.version("headrace")
 
 async def livez(server: Server, request: RequestScope) -> None:
     alive = server.is_alive and server.has_engine
-    await request.send_json(200 if alive else 503, orjson.dumps({"alive": alive}))
+    await request.send_json(200 if alive else 503, encode(answers.Alive(alive)))
 
 
 async def readyz(server: Server, request: RequestScope) -> None:
@@ -163,11 +166,11 @@ async def health(server: Server, request: RequestScope) -> None:
 
 
 async def load(server: Server, request: RequestScope) -> None:
-    await request.send_json(200, orjson.dumps({"server_load": server.num_open_requests}))
+    await request.send_json(200, encode(answers.Load(server.num_open_requests)))
 
 
 async def show_version(server: Server, request: RequestScope) -> None:
-    await request.send_json(200, orjson.dumps({"version": VERSION}))
+    await request.send_json(200, encode(answers.Version(VERSION)))
 
 
 async def metrics(server: Server, request: RequestScope) -> None:
@@ -182,8 +185,8 @@ async def metrics(server: Server, request: RequestScope) -> None:
 async def list_models(server: Server, request: RequestScope) -> None:
     """GET /v1/models."""
     cards = [_card(server, request, name) for name in server.settings.model_names]
-    body = model_page(cards, request.query()) if request.dialect is ANTHROPIC else model_list(cards)
-    await request.send_json(200, body)
+    is_page = request.dialect is ANTHROPIC
+    await request.send_json(200, model_page(cards, request.query()) if is_page else encode(ModelList(data=cards)))
 
 
 async def show_model(server: Server, request: RequestScope) -> None:
@@ -191,16 +194,16 @@ async def show_model(server: Server, request: RequestScope) -> None:
     name = request.path_params["id"]
     if name not in server.settings.model_names:
         raise unknown_model(name, server.settings.model_names)
-    await request.send_json(200, orjson.dumps(_card(server, request, name)))
+    await request.send_json(200, encode(_card(server, request, name)))
 
 
-def _card(server: Server, request: RequestScope, name: str) -> dict[str, Any]:
+def _card(server: Server, request: RequestScope, name: str) -> Any:
     model = server.model
     longest = model.engine_info.max_model_len
     if request.dialect is ANTHROPIC:
         return model_info(name, created=server.created, max_model_len=longest)
-    return model_card(
-        name,
+    return ModelCard(
+        id=name,
         root=model.root,
         created=server.created,
         max_model_len=longest,

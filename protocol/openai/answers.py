@@ -1,12 +1,15 @@
-"""The shapes of OpenAI's answers; see `protocol.answers`."""
+"""The shapes of OpenAI's whole answers; see `protocol.answers`. Fields are written in the order in which they stand."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from pydantic import Field
+from msgspec import UNSET, UnsetType
 
 from protocol.answers import Answer
+
+FinishReasonName = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 class PromptTokensDetails(Answer):
@@ -64,101 +67,96 @@ class PromptToken(Answer):
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
-class FunctionCall(Answer):
+class FunctionText(Answer):
     """`arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCallObject(Answer):
+class ToolCallObject(Answer, tag_field="type", tag="function"):
     id: str
-    type: Literal["function"]
-    function: FunctionCall
+    function: FunctionText
 
 
-class CustomInput(Answer):
+class InputText(Answer):
     """`input` is free text."""
 
     name: str
     input: str
 
 
-class CustomToolCallObject(Answer):
+class CustomToolCallObject(Answer, tag_field="type", tag="custom"):
     id: str
-    type: Literal["custom"]
-    custom: CustomInput
+    custom: InputText
 
 
 class AssistantMessage(Answer):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    annotations: None
-    audio: None
-    function_call: FunctionCall | None  # the one call, if the request had functions instead of tools
-    reasoning: str | None
-    reasoning_content: str | None
-    tool_calls: list[ToolCallObject | CustomToolCallObject] = Field(default_factory=list)
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: FunctionText | None = None  # the one call, if the request had functions instead of tools
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallObject | CustomToolCallObject] | UnsetType = UNSET
 
 
-FinishReasonName = Literal["stop", "length", "tool_calls", "function_call", "abort"]
-
-
-class ChatChoice(Answer):
+class ChatChoice(Answer, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobsObject | None
     finish_reason: FinishReasonName
     stop_reason: int | str | None
-    token_ids: list[int] | None
+    token_ids: list[int] | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Answer, kw_only=True):
     """The whole answer of POST /v1/chat/completions."""
 
     id: str
-    object: Literal["chat.completion"]
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    service_tier: Literal["default"] | None
     system_fingerprint: str | None
-    prompt_logprobs: PromptLogprobs | None
-    prompt_token_ids: list[int] | None
-    kv_transfer_params: None
+    service_tier: Literal["default"] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(Answer, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobsObject | None
     finish_reason: FinishReasonName
     stop_reason: int | str | None
-    token_ids: list[int] | None
-    prompt_logprobs: PromptLogprobs | None
-    prompt_token_ids: list[int] | None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
-class Completion(Answer):
+class Completion(Answer, kw_only=True):
     """The whole answer of POST /v1/completions."""
 
     id: str
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    service_tier: Literal["default"] | None
     system_fingerprint: str | None
-    kv_transfer_params: None
+    service_tier: Literal["default"] | None = None
+    kv_transfer_params: None = None
 
 
-class Embedding(Answer):
+class Embedding(Answer, kw_only=True):
     """`embedding` is an array of numbers, or base64 of little-endian float32."""
 
-    object: Literal["embedding"]
+    object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
 
@@ -169,32 +167,38 @@ class EmbeddingUsage(Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-class EmbeddingList(Answer):
+class EmbeddingList(Answer, kw_only=True):
     """The answer of POST /v1/embeddings."""
 
     id: str
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     created: int
     model: str
     data: list[Embedding]
     usage: EmbeddingUsage
 
 
-class ModelCard(Answer):
+class ModelCard(Answer, kw_only=True):
+    """One model. `root` is the name of its weights, `max_model_len` counts tokens.
+
+    `default_parameters`, as in OpenRouter's cards, are for requests that leave their sampling open; `chat_parameters`
+    are what a client adds in which a person talks to the model.
+    """
+
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: str = "headrace"
     root: str
-    parent: str | None
+    parent: str | None = None
     max_model_len: int
-    default_parameters: dict[str, float | None]
-    chat_parameters: dict[str, float]
-    permission: list[Any]
+    default_parameters: Mapping[str, float | None]
+    chat_parameters: Mapping[str, float]
+    permission: tuple[()] = ()
 
 
-class ModelList(Answer):
+class ModelList(Answer, kw_only=True):
     """The answer of GET /v1/models."""
 
-    object: Literal["list"]
-    data: list[ModelCard]
+    object: Literal["list"] = "list"
+    data: Sequence[ModelCard]

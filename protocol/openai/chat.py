@@ -18,6 +18,7 @@ from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
 from protocol.body import ClientModel, OneOf, at_most, at_most_inside, check_size, fail_fast, refuse_type
 from protocol.errors import shown
+from protocol.openai.answers import AssistantMessage, ChatChoice, ChatCompletion
 from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.structured import BEYOND_GRAMMARS, LEAVES_OUT
@@ -145,19 +146,16 @@ class ChatMessage(ClientModel):
         }
 
 
-_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
-
 CHAT = WireFormat(
     chunk_object="chat.completion.chunk",
-    full_object="chat.completion",
+    whole=ChatCompletion,
+    choice=ChatChoice,
     opening={"delta": {"role": "assistant", "content": ""}},
     closing={"delta": {}},
     chunk_text=lambda text: {"delta": {"content": text}},
-    full_text=lambda text: {"message": {"role": "assistant", "content": text, **dict.fromkeys(_MESSAGE_NULLS)}},
+    full_text=lambda text: {"message": AssistantMessage(content=text)},
     logprobs=lambda token_bytes, as_token_ids, *_: ChatLogprobs(token_bytes, as_token_ids),
     prompt_in_choice=False,
-    choice_nulls={"token_ids": None},
-    body_nulls=dict.fromkeys(("service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params")),
 )
 
 

@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import at_most, fail_fast
+from protocol.openai.answers import Completion, CompletionChoice
 from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import CompletionLogprobs
 from protocol.request_fields import TokenIds
@@ -71,15 +72,14 @@ def check_token_ids(prompts: Prompts, vocab_size: int, param: str) -> None:
 
 COMPLETION = WireFormat(
     chunk_object="text_completion",
-    full_object="text_completion",
+    whole=Completion,
+    choice=CompletionChoice,
     opening=None,
     closing={"text": ""},
     chunk_text=lambda text: {"text": text},
     full_text=lambda text: {"text": text},
     logprobs=CompletionLogprobs,
     prompt_in_choice=True,
-    choice_nulls={"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None},
-    body_nulls={"service_tier": None, "kv_transfer_params": None},
 )
 
 

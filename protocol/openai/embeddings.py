@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import orjson
+from msgspec import Raw
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import RequestOutput
-from protocol.answers import AnswerContext, raise_if_failed
+from protocol.answers import AnswerContext, encode, raise_if_failed
 from protocol.body import at_most, fail_fast
+from protocol.openai.answers import Embedding, EmbeddingList, EmbeddingUsage
 from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessage
 from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
 from protocol.openai.generation import GenerationRequest
@@ -150,26 +152,21 @@ class EmbeddingBodyWriter:
             self._vectors[output.index] = output.embedding
 
     def body(self) -> bytes:
-        """`{"object": "list", "data": [...], "usage": ...}`, in the order of the inputs."""
+        """Return the response body, in the order of the inputs."""
         usage = self._meter.usage()
-        data = [
-            {"object": "embedding", "index": index, "embedding": self._shown(vector)}
-            for index, vector in sorted(self._vectors.items())
-        ]
-        body = {
-            "id": self._head.id,
-            "object": "list",
-            "created": self._head.created,
-            "model": self._head.model,
-            "data": data,
-            "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details")},
-        }
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        body = EmbeddingList(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            data=[Embedding(index=index, embedding=self._shown(raw)) for index, raw in sorted(self._vectors.items())],
+            usage=EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
+        )
+        return encode(body)
 
-    def _shown(self, raw: bytes) -> NDArray[np.float32] | str:
+    def _shown(self, raw: bytes) -> Any:
         vector = _finished(raw, self._request.dimensions, self._request.normalize)
         if self._request.encoding_format == "float":
-            return vector
+            return Raw(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
         little_endian = vector if sys.byteorder == "little" else vector.byteswap()
         return base64.b64encode(little_endian.tobytes()).decode()
 

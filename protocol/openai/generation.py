@@ -22,6 +22,7 @@ from engine.messages import (
     RANGES,
     SamplingParams,
 )
+from protocol.answers import Answer
 from protocol.body import ClientModel, OneOf, at_most
 from protocol.openai.logprobs import LogprobsWriter, PromptParts
 from protocol.openai.structured import StructuredOutputFields
@@ -256,18 +257,17 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 class WireFormat:
     """How one endpoint spells a choice.
 
-    `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the
-    finish reason, which carries no text; `chunk_text` and `full_text` put text in a chunk and in a whole response.
-    `prompt_in_choice` tells whether what is repeated of a prompt belongs to each choice or to the whole.
+    `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the finish
+    reason, which has no text; `chunk_text` and `full_text` put text in a chunk and in a `choice` of a `whole` response.
+    `prompt_in_choice` is true if what is repeated of a prompt belongs to each choice instead of the whole.
     """
 
     chunk_object: str
-    full_object: str
+    whole: Callable[..., Answer]
+    choice: Callable[..., Answer]
     opening: dict[str, Any] | None
     closing: dict[str, Any]
     chunk_text: Callable[[str], dict[str, Any]]
     full_text: Callable[[str], dict[str, Any]]
     logprobs: Callable[[TokenBytes, bool, Container[int], int], LogprobsWriter]
     prompt_in_choice: bool
-    choice_nulls: dict[str, None]  # keys that users read from a whole response although few requests fill them
-    body_nulls: dict[str, None]

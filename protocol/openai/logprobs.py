@@ -212,9 +212,9 @@ def pieces(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]
         yield entries[begin : begin + piece]
 
 
-def joined(lists: Iterable[Sequence[Any]]) -> orjson.Fragment:
-    """The JSON of one list of all of these lists' entries."""
-    return array_of(map(entries_of, lists))
+def joined(lists: Iterable[Sequence[Any]]) -> msgspec.Raw:
+    """Return one list of the entries of all of these lists."""
+    return msgspec.Raw(array_of(map(entries_of, lists)))
 
 
 def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str
                 whole.setdefault(key, []).append(entries_of(value))
             else:
                 whole[key] = value
-    return {key: array_of(value) if isinstance(value, list) else value for key, value in whole.items()}
+    return {key: msgspec.Raw(array_of(value)) if isinstance(value, list) else value for key, value in whole.items()}
 
 
 def entries_of(values: Sequence[Any]) -> bytes:
@@ -236,6 +236,6 @@ def entries_of(values: Sequence[Any]) -> bytes:
     return orjson.dumps(values)[1:-1]
 
 
-def array_of(written_entries: Iterable[bytes]) -> orjson.Fragment:
-    """The list that has all of these entries, of which some may be none."""
-    return orjson.Fragment(b"[" + b",".join(filter(None, written_entries)) + b"]")
+def array_of(written_entries: Iterable[bytes]) -> bytes:
+    """Return the JSON of the list of all of these entries, of which some may be none."""
+    return b"[" + b",".join(filter(None, written_entries)) + b"]"

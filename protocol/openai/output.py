@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
-from protocol.answers import DONE, AnswerContext, data_frame, raise_if_failed
+from protocol.answers import DONE, Answer, AnswerContext, data_frame, encode, raise_if_failed
 from protocol.errors import ApiError
+from protocol.openai.answers import AssistantMessage, CompletionTokensDetails, PromptTokensDetails, Usage
 from protocol.openai.logprobs import LogprobsWriter, joined, pieces, written
 from protocol.syntax.message_parts import (
     ContentDelta,
@@ -70,18 +71,18 @@ class UsageMeter:
         if num_tokens is not None:
             self._reasoning[index] = num_tokens
 
-    def usage(self) -> dict[str, Any]:
-        """The `usage` object."""
+    def usage(self) -> Usage:
+        """Return the token counts so far."""
         prompt, completion = sum(self._prompt.values()), sum(self._completion.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-            "completion_tokens_details": (
-                {"reasoning_tokens": sum(self._reasoning.values())} if self._reasoning else None
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached.values())),
+            completion_tokens_details=(
+                CompletionTokensDetails(sum(self._reasoning.values())) if self._reasoning else None
             ),
-        }
+        )
 
 
 class _ChoicesWriter:
@@ -178,13 +179,13 @@ class ChoicesStreamWriter(_ChoicesWriter):
         """The usage chunk if the client asked for it, and `[DONE]`."""
         if not self._include_usage:
             return DONE
-        return data_frame(orjson.dumps(self._chunk([], self._meter.usage()))) + DONE
+        return data_frame(encode(self._chunk([], self._meter.usage()))) + DONE
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
         """An error frame with the usage so far, `unsent` included, and `[DONE]`."""
         for output in unsent:
             self._meter.add(output)
-        return data_frame(orjson.dumps({**error.envelope(), "usage": self._meter.usage()})) + DONE
+        return data_frame(encode({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
     def _message_parts(self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput) -> list[bytes]:
         """A frame for each part of the message that `output` brings, the first one with its logprobs and token ids."""
@@ -225,9 +226,9 @@ class ChoicesStreamWriter(_ChoicesWriter):
         if token_ids is not None:
             choice["token_ids"] = token_ids
         (choice if self._wire.prompt_in_choice else chunk).update(of_prompt)
-        return data_frame(orjson.dumps(chunk))
+        return data_frame(encode(chunk))
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         chunk = {
             "id": self._answer.head.id,
             "object": self._wire.chunk_object,
@@ -273,37 +274,36 @@ class ChoicesBodyWriter(_ChoicesWriter):
     def body(self) -> bytes:
         """The response body, choices in the order of their index."""
         indices = sorted(self._choices)
-        body = {
-            "id": self._answer.head.id,
-            "object": self._wire.full_object,
-            "created": self._answer.head.created,
-            "model": self._answer.head.model,
-            "choices": [self._choice(index, self._choices[index]) for index in indices],
-            "usage": self._meter.usage(),
-            "system_fingerprint": self._answer.fingerprint,
-            **self._wire.body_nulls,
-            **self._tier,
-        }
+        of_prompt: Mapping[str, Any] = _NOTHING
         if not self._wire.prompt_in_choice and indices:
-            body |= self._of_prompt(indices[0], self._choices[indices[0]].prompt_logprobs)
-        return orjson.dumps(body)
+            of_prompt = self._of_prompt(indices[0], self._choices[indices[0]].prompt_logprobs)
+        body = self._wire.whole(
+            id=self._answer.head.id,
+            created=self._answer.head.created,
+            model=self._answer.head.model,
+            choices=[self._choice(index, self._choices[index]) for index in indices],
+            usage=self._meter.usage(),
+            system_fingerprint=self._answer.fingerprint,
+            **self._tier,
+            **of_prompt,
+        )
+        return encode(body)
 
-    def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
-        text = self._wire.full_text("".join(choice.text))
-        if choice.parser is not None:
+    def _choice(self, index: int, choice: _CollectedChoice) -> Answer:
+        if choice.parser is None:
+            text = self._wire.full_text("".join(choice.text))
+        else:
             fields = message_fields(choice.parts)
-            text["message"] |= in_old_form(fields) if self._in_old_form else fields
-        body = {
-            "index": index,
+            text = {"message": AssistantMessage(**(in_old_form(fields) if self._in_old_form else fields))}
+        return self._wire.choice(
+            index=index,
             **text,
-            "logprobs": None if choice.logprobs is None else written(self._new_logprobs_writer(index), choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            **self._wire.choice_nulls,
-        }
-        if self._has_token_ids:
-            body["token_ids"] = choice.token_ids
-        return body | self._of_prompt(index, choice.prompt_logprobs) if self._wire.prompt_in_choice else body
+            logprobs=None if choice.logprobs is None else written(self._new_logprobs_writer(index), choice.logprobs),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self._has_token_ids else None,
+            **(self._of_prompt(index, choice.prompt_logprobs) if self._wire.prompt_in_choice else _NOTHING),
+        )
 
 
 def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:

@@ -61,7 +61,9 @@ class _OpenItem:
     def as_item(self, status: str) -> dict[str, Any]:
         text = "".join(self.text)
         if self.kind is ContentDelta:
-            return message_item(self.id, text, status, array_of(self.logprobs) if self.logprobs else None)
+            return message_item(
+                self.id, text, status, orjson.Fragment(array_of(self.logprobs)) if self.logprobs else None
+            )
         if self.kind is ReasoningDelta:
             return reasoning_item(self.id, [text], status)
         return self.form.item(self.id, self.call_id, text, status)

@@ -1,4 +1,4 @@
-"""How models write reasoning and tool calls, and how their text is read as it arrives.
+"""Readers and grammars for the reasoning and the tool calls that models write.
 
 In reading order:
 

@@ -1,7 +1,7 @@
 """Prose around blocks of calls, and the free text of custom tools.
 
-`BlockReader` tells prose from blocks; what a block looks like inside is for the family's `Block` to know. A block ends
-by itself, or breaks where it is no call any more. What has not become a call by then is content, tags included.
+`BlockReader` separates prose from blocks; the family's `Block` reads what is inside. A block ends by itself, or breaks
+where it stops being a call. Text that has not become a call by then is content, tags included.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from protocol.tools.kinds import INPUT
 NewCallId = Callable[[], str]
 
 _SPACE = " \t\r\n"
-_BETWEEN_CALLS = _SPACE + ",;[]"  # it says nothing
+_BETWEEN_CALLS = _SPACE + ",;[]"  # without meaning
 
 
 class CallSink:
-    """Where blocks put their calls: it numbers them and gives them ids. One call at a time."""
+    """Numbers the calls of blocks and gives them ids. One call at a time."""
 
     def __init__(self, new_call_id: NewCallId) -> None:
         self.parts: list[MessagePart] = []
@@ -42,14 +42,14 @@ class CallSink:
         self._new_call_id = new_call_id
 
     def start(self, name: str) -> None:
-        """A call begins: from now on it is one, whatever follows."""
+        """Begin a call: from now on it is one, whatever follows."""
         self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(), name))
         self.cut_calls.add(self.num_calls)
         self.num_calls += 1
         self.is_open = True
 
     def arguments(self, fragment: str) -> None:
-        """More of the call's arguments."""
+        """Add to the call's arguments."""
         if fragment:
             self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
 
@@ -58,12 +58,12 @@ class CallSink:
         self.cut_calls.discard(self.num_calls - 1)
 
     def end(self) -> None:
-        """The call is complete, or will get no further."""
+        """End the call, which is complete or broken."""
         self.is_open = False
 
 
 class BlockState(enum.Enum):
-    """How a block stands after a step."""
+    """The state of a block after a step."""
 
     MORE = enum.auto()
     DONE = enum.auto()
@@ -71,23 +71,23 @@ class BlockState(enum.Enum):
 
 
 class Block(Protocol):
-    """The inside of one block: what follows an opening tag."""
+    """The text of one block after its opening tag."""
 
     state: BlockState
 
     def step(self, text: str) -> int:
-        """Read some of `text`. Return the number of characters read, 0 if more text is needed first.
+        """Read `text`, at most to the end of a call or of its arguments.
 
-        It stops where a call ends and where its arguments end.
+        Return the number of characters read, 0 if more text is needed first.
         """
         ...
 
 
 class BlockReader:
-    """Reads the text of one choice (a `ToolReader`).
+    """A `ToolReader` of the text of one choice.
 
-    `opening` begins a block, `closing` is dropped after one. With `bare`, a block may also begin without the tag, at
-    the start of the text or right after another block, by this character; `separators` are dropped in between.
+    `opening` begins a block, `closing` is dropped after one. With `bare`, a block may also begin by this character, at
+    the start of the text or right after another block; `separators` are dropped in between.
     """
 
     def __init__(
@@ -107,22 +107,20 @@ class BlockReader:
         self._bare = bare
         self._separators = _SPACE + separators
         self._block: Block | None = None
-        self._raw: list[str] = []  # the block's text that is in no call
+        self._raw: list[str] = []  # text of the block outside calls
         self._held = ""
         self._padding = Padding()
         self._may_begin_bare = bare is not None
-        self._is_after_block = False  # nothing but what is dropped has come since
+        self._is_after_block = False  # only dropped text has come since
         self._awaits_closing = False
 
     def feed_text(self, text: str) -> list[MessagePart]:
-        """The parts that are decided by `text`."""
         self._held += text
         while self._held and (self._in_prose() if self._block is None else self._in_block(self._block)):
             pass
         return self._take()
 
     def finish_text(self) -> list[MessagePart]:
-        """The text has ended: what was held back."""
         held, self._held = self._held, ""
         if self._block is None:
             if not (held and self._awaits_closing and (self._closing or "").startswith(held)):
@@ -138,7 +136,7 @@ class BlockReader:
         return self._sink.cut_calls
 
     def _in_prose(self) -> bool:
-        """Take what can be decided outside of a block. Returns whether there may be more to do."""
+        """Read text outside of a block. Return True if more can be read."""
         text = self._held
         if self._is_after_block:
             text = self._held = text.lstrip(self._separators)
@@ -180,7 +178,7 @@ class BlockReader:
         self._may_begin_bare = self._is_after_block = self._awaits_closing = False
 
     def _in_block(self, block: Block) -> bool:
-        """Take what can be decided inside of a block. Returns whether there may be more to do."""
+        """Read text inside of a block. Return True if more can be read."""
         num_parts, was_open = len(self._sink.parts), self._sink.is_open
         size = block.step(self._held)
         read, self._held = self._held[:size], self._held[size:]
@@ -201,7 +199,7 @@ class BlockReader:
         return True
 
     def _give_back(self) -> None:
-        """What was taken for a block and has not become a call is content."""
+        """Pass on as content what has not become a call."""
         raw, self._raw = "".join(self._raw), []
         if raw.strip(_BETWEEN_CALLS + (self._opening if len(self._opening) == 1 else "")):  # a special token, not shown
             self._say(self._padding.hold_back(raw))
@@ -216,15 +214,15 @@ class BlockReader:
 
 
 # --------------------------------------------------------------------------------------------------------------- custom
-# Free text of custom tools, unwrapped from the call in which the model writes it: ``{"input": "..."}``.
+# Free text of custom tools, out of the call in which the model writes it: ``{"input": "..."}``.
 #
-# The text is passed on while it is written. Where the model has put it into another form, it waits for the end: the
-# only string that there is, is meant; whatever else, the arguments are passed on as they are, so that nothing is lost.
+# It is passed on while it is written. Arguments in another form wait for their end: their only string is the text, and
+# without one they are passed on as they are, so that nothing is lost.
 
 
 _OPENING = f'{{"{INPUT}":"'
 _CUSTOM_SPACE = re.compile(r"[ \t\r\n]+")
-# As much of a JSON string as can be decoded: whole escapes, and no half of a character beyond the 16 bits of one.
+# The start of a JSON string that can be decoded: whole escapes, and no half of a surrogate pair.
 _RUN = re.compile(
     r'(?:[^"\\]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB]..\\u[dD][c-fC-F]..))*+', re.DOTALL
 )
@@ -232,7 +230,7 @@ _HALF = re.compile(r"\\u(?:[dD][c-fC-F]..|[dD][89abAB]..(?=[^\\]|\\[^u]|\\u[^dD]
 
 
 class CustomInputs:
-    """A `ToolReader` around another: calls of the tools in `names` are custom, with their text for arguments."""
+    """A `ToolReader` around another that turns calls of the tools in `names` into custom ones."""
 
     def __init__(self, reader: ToolReader, names: Container[str]) -> None:
         self._reader = reader
@@ -273,7 +271,7 @@ class CustomInputs:
 
 
 class InputText:
-    """Takes the arguments of one call, which are JSON, gives the text in them."""
+    """Reads the text in the JSON arguments of one call."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -282,7 +280,7 @@ class InputText:
         self._is_other = False  # in another form
 
     def feed(self, fragment: str) -> str:
-        """What `fragment` adds to the text."""
+        """Return what `fragment` adds to the text."""
         if self._is_done:
             return ""
         self._held += fragment
@@ -305,7 +303,7 @@ class InputText:
         return text
 
     def finish(self) -> str:
-        """The arguments have ended: what waited for that."""
+        """Return the text that waited for the end of the arguments."""
         if self._is_open:
             return ""
         try:

@@ -43,11 +43,11 @@ def _known_mistral_id(call_id: str) -> str:
 class ToolFormat:
     """The way in which one family writes calls.
 
-    `opening` and `closing` are around a block of calls, `other_tags` are in it. With `bare` a block may also begin
-    without `opening`, by this character; nothing tells it from an answer in JSON, so it is a call only if it names a
-    function that was offered. `separator` is between two blocks. A grammar writes a call as `before`, an object whose
-    arguments have the key `arguments`, and `after`. `known_call_id` converts any id of a call to one that the family's
-    templates accept; None if they accept all.
+    `opening` and `closing` are around a block of calls, `other_tags` are in it. With `bare` a block may also begin by
+    this character, without `opening`: that looks like an answer in JSON, so it must name a function that was offered.
+    `separator` is between two blocks. A grammar writes a call as `before`, an object whose arguments have the key
+    `arguments`, and `after`. `known_call_id` makes an id that the family's templates accept of any other; None if they
+    accept all.
     """
 
     opening: str
@@ -65,7 +65,7 @@ class ToolFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What the reader has to see in the text, special tokens or not."""
+        """The tags that must be in the text, even if they are special tokens."""
         return (self.opening, *filter(None, [self.closing]), *self.other_tags)
 
     def tag(self, name: str, schema: JsonSchema) -> Tag:
@@ -164,7 +164,7 @@ FORMATS = {
 
 END_TOKENS = (
     *(token for each in FORMATS.values() for token in each.end_tokens),
-    *("<|call|>", "<|observation|>", "<|tool_response>"),  # of gpt-oss, GLM and Gemma, whose calls no reader here knows
+    *("<|call|>", "<|observation|>", "<|tool_response>"),  # of gpt-oss, GLM and Gemma: no reader here knows their calls
 )
 """The tokens that end a turn or a call of a model family, in vocabularies that have them as special tokens."""
 
@@ -182,7 +182,7 @@ def format_of_template(source: str) -> ToolFormat | None:
 
 
 class _FirstCallOnly:
-    """A reader of which only the first call is kept, for clients that cannot handle more."""
+    """A reader that drops all calls but the first, for clients that cannot handle more."""
 
     def __init__(self, reader: ToolReader) -> None:
         self._reader = reader

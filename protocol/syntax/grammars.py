@@ -1,7 +1,7 @@
-"""Grammars that an answer has to follow, for whatever asks for one: response formats, tool choices, structural tags.
+"""Grammars for answers: response formats, tool choices, structural tags.
 
-Each function makes a `StructuredOutput` for `SamplingParams.structured_output`. Whether its grammar can be enforced is
-found out by the engine's front door (`AsyncLLM.stream`), which raises `InvalidRequest` with param "structured_output".
+Each function makes a `StructuredOutput`. `AsyncLLM.stream` compiles it, and raises `InvalidRequest` with param
+"structured_output" if it cannot be enforced.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ JsonSchema = Mapping[str, Any] | bool
 class Tag(NamedTuple):
     """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
 
-    Where `begin` or `end` contain the text of a special token of the model, that token itself is meant. With `regex`,
-    there is a JSON string instead, its text matches `regex`, and its quotation marks belong to `begin` and `end`.
+    The text of a special token in `begin` or `end` means that token. With `regex` the JSON is a string that matches it,
+    whose quotation marks belong to `begin` and `end`.
     """
 
     begin: str
@@ -30,12 +30,12 @@ class Tag(NamedTuple):
 
 
 def json_schema(schema: JsonSchema, *, lenient: bool = False) -> StructuredOutput:
-    """The output is one JSON value that fits `schema`; if `lenient`, unsupported keywords are left out."""
+    """Return the grammar of one JSON value that fits `schema`; if `lenient`, unsupported keywords are left out."""
     return StructuredOutput(kind=StructuredOutputKind.JSON_SCHEMA, value=_canonical(schema), lenient=lenient)
 
 
 def choice(texts: Sequence[str]) -> StructuredOutput:
-    """The output is one of these texts."""
+    """Return the grammar of one of these texts."""
     return StructuredOutput(kind=StructuredOutputKind.CHOICE, value=_canonical(list(texts)))
 
 
@@ -48,12 +48,12 @@ def tagged_json(
     repeat: bool = True,
     separator: str = "",
 ) -> StructuredOutput:
-    """The output holds JSON between tags: ``free text <tool_call>{"name": ...}</tool_call> free text``.
+    """Return the grammar of JSON between tags: ``free text <tool_call>{"name": ...}</tool_call> free text``.
 
-    With `text`, anything may be said until one of the `triggers` appears (default: the `begin` of every tag); from
-    there on one of the tags that begin with this trigger must follow. Without `text` the output is nothing but tags,
-    with `separator` between them. `required` asks for at least one tag, `repeat` allows more than one. Where `text` and
-    `required` meet and `repeat` does not, the output ends with its tag.
+    With `text`, anything may come until one of the `triggers` (default: the `begin` of every tag); then one of the tags
+    that begin with it must follow. Without, the output is nothing but tags, with `separator` between them. `required`
+    asks for at least one tag, `repeat` allows more than one. With `text` and `required` and without `repeat`, the
+    output ends with its tag.
 
     A tool choice "required" is `text=False, required=True`; a named one is the same with one tag and `repeat=False`;
     "auto" with strict functions is `text=True`.
@@ -71,5 +71,5 @@ def tagged_json(
 
 
 def _canonical(value: Any) -> str:
-    # The keys stay in the client's order, because the model writes them in this order.
+    # The keys keep the client's order, in which the model writes them.
     return json_text(value, "structured_output")

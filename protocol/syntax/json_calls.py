@@ -34,10 +34,10 @@ class _Next(enum.Enum):
 
 
 class CallObject:
-    """Reads one call from its opening brace to its closing one. Ready for use as a part of a `Block`.
+    """A `Block` of one call, from its opening brace to its closing one.
 
-    `names` are the functions that may be called; None allows any. An object that is no call breaks at the first
-    character that shows it.
+    `names` are the functions that may be called; None allows any, offered or not. An object that is no call breaks at
+    the first character that shows it.
     """
 
     def __init__(self, sink: CallSink, names: Container[str] | None = None) -> None:
@@ -54,7 +54,6 @@ class CallObject:
         self._num_read = 0
 
     def step(self, text: str) -> int:
-        """Read `text` at most to the end of a key, a value or the call. Return the number of characters read."""
         position = 0
         while self.state is BlockState.MORE:
             if self._scanner is None:
@@ -110,7 +109,7 @@ class CallObject:
             if not self._has_arguments:
                 self._has_arguments = True
                 self._sink.start(self._name)
-            self._read = ["{"]  # what the value began with is all that has to be remembered
+            self._read = ["{"]  # only the value's first character is needed again
             self._sink.arguments(piece)
         else:
             limit = MAX_NAME if self._key == "name" else MAX_KEY
@@ -169,7 +168,7 @@ class CallObject:
 
 
 def _unquoted(literal: str) -> str:
-    """The text of a JSON string; empty if it holds half a character, which no JSON can carry further."""
+    """Return the text of a JSON string; empty if it has half a surrogate pair, which cannot be written again."""
     text: str = json.loads(literal)
     return "" if any("\ud800" <= character <= "\udfff" for character in text) else text
 

@@ -1,7 +1,7 @@
-"""Following one JSON value through text that comes in pieces: where it ends, and where it stops being JSON.
+"""The end of one JSON value in text that arrives in pieces, and the place where it stops being JSON.
 
-A pushdown automaton over RFC 8259's grammar. It keeps the open brackets and nothing of the text, so what belongs to
-the value can be passed on at once. Every character is looked at once.
+A pushdown automaton over RFC 8259's grammar. It reads every character once and keeps only the open brackets, so the
+text of the value can be passed on at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import enum
 import re
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # of a string: what needs no thought
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # in a string
 _LITERAL = re.compile(r"[-+.0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = frozenset({"true", "false", "null"})
 _HEX = frozenset("0123456789abcdefABCDEF")
 MAX_DEPTH = 256
-"""Of brackets in brackets; common parsers refuse more."""
+"""Of nested brackets; common parsers refuse more."""
 
 
 class _Expect(enum.Enum):
@@ -35,7 +35,7 @@ class _Expect(enum.Enum):
 
 
 class JsonScanner:
-    """Scans one value. White space before it belongs to it, white space after it does not."""
+    """Scans one value and the white space before it."""
 
     __slots__ = ("_expect", "_hex_left", "_literal", "_open", "_string_is_key")
 
@@ -48,16 +48,16 @@ class JsonScanner:
 
     @property
     def is_done(self) -> bool:
-        """The value is complete."""
+        """True if the value is complete."""
         return self._expect is _Expect.DONE
 
     @property
     def is_broken(self) -> bool:
-        """No JSON value goes on like this."""
+        """True if the text is no JSON value."""
         return self._expect is _Expect.BROKEN
 
     def scan(self, text: str, start: int = 0) -> int:
-        """Scan `text` from `start`. Returns the end of what belongs to the value: `len(text)` unless it is over."""
+        """Scan `text` from `start`. Return the end of the value's part of it: `len(text)` unless the value ends."""
         position = start
         while position < len(text) and self._expect not in (_Expect.DONE, _Expect.BROKEN):
             match self._expect:

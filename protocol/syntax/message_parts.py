@@ -1,26 +1,17 @@
-"""The text of one choice as the parts of a message: reasoning, content, tool calls. What every dialect streams from.
-
-Models write one text; clients want its parts apart. A `MessageParser` takes the text as it comes and gives typed parts,
-which the wire formats (chat completions, Responses, Anthropic's messages) spell in their own ways::
+"""The text of one choice as the parts of a message: reasoning, content, tool calls.
 
     parser = message_format.parser(token_bytes)     # one for each choice
     for output in outputs:                          # RequestOutput by RequestOutput
         for part in parser.read(output):
-            match part:
-                case ReasoningDelta(text): ...
-                case ContentDelta(text): ...
-                case ToolCallStart(index, call_id, name): ...
-                case ToolCallArguments(index, fragment): ...
-                case ToolCallInput(index, fragment): ...  # of a custom call
+            match part: ...                         # each dialect spells the parts in its own way
 
-Promises: however the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
-A call's start comes before its arguments, calls are numbered from 0, and one call is complete before the next begins.
-Arguments are JSON as the model wrote it; text that is not JSON is content, not lost. A call whose
-arguments break off or are not JSON is one of `MessageParser.cut_calls`; no wire format may report it as finished. Text
-goes out as soon as it is decided; held back is only what may still become a tag, and white space that may turn out to
-be padding.
+1. However the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
+2. A call's start comes before its arguments, calls are numbered from 0, and one call ends before the next begins.
+3. Arguments are JSON as the model wrote it; text that is not JSON is content, not lost. A call with incomplete or wrong
+   arguments is in `MessageParser.cut_calls`, and no dialect may report it as finished.
+4. Text goes out as soon as it is decided; only what may become a tag is held back, and white space before it.
 
-A choice that has neither reasoning nor tools needs no parser at all: see `MessageFormat.is_plain`.
+A choice without reasoning and tools needs no parser: see `MessageFormat.is_plain`.
 """
 
 from __future__ import annotations
@@ -42,7 +33,7 @@ from protocol.syntax.reasoning import (
 )
 
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token id stands for: not always whole characters."""
+"""Returns the bytes of a token id, which need not be whole characters."""
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +49,7 @@ class ContentDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins. Sent once for each call, `index` counts the calls of the message from 0."""
+    """The start of a tool call. `index` counts the calls of the message from 0."""
 
     index: int
     call_id: str
@@ -84,31 +75,30 @@ MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments 
 
 
 class ToolReader(Protocol):
-    """Finds the tool calls in the text of one choice (reasoning already taken out)."""
+    """Finds the tool calls in the text of one choice without its reasoning."""
 
     def feed_text(self, text: str) -> list[MessagePart]:
-        """The parts that are decided by `text`."""
+        """Return the parts that are decided by `text`."""
         ...
 
     def finish_text(self) -> list[MessagePart]:
-        """The text has ended: what was held back."""
+        """Return the parts that were held back, at the end of the text."""
         ...
 
     @property
     def cut_calls(self) -> Set[int]:
-        """The indices of calls whose arguments are not complete JSON, or not yet."""
+        """The indices of calls without complete JSON arguments so far."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageFormat:
-    """How the text of one request's choices is to be read.
+    """The way to read the text of one request's choices.
 
-    `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
-    false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_demanded` says that a grammar
-    lets the model write nothing but calls, so a call that is only begun when the text ends is left out. `call_is_named`
-    says that the client has asked for this very call, which some wire formats then do not count as the model's
-    decision. `special_tags` are the tags that are special tokens.
+    `reasoning_is_open` is true if the prompt has opened the reasoning. Without `show_reasoning` it is dropped, without
+    `new_tool_reader` the text has no calls. `call_is_demanded`: a grammar allows nothing but calls, so one that has
+    only begun when the text ends is left out. `call_is_named`: the client asked for this call, so chat does not report
+    it as the model's decision. `special_tags` are the tags that are special tokens.
     """
 
     reasoning: ReasoningTags | None = None
@@ -121,16 +111,16 @@ class MessageFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the text is content and nothing else, so that no parser is needed."""
+        """True if all text is content, so that no parser is needed."""
         return self.reasoning is None and self.new_tool_reader is None
 
     def parser(self, token_bytes: TokenBytes) -> MessageParser:
-        """A parser for one choice. `token_bytes` is for counting the tokens of the reasoning."""
+        """Return a parser for one choice. `token_bytes` serves to count the tokens of the reasoning."""
         return MessageParser(self, token_bytes)
 
 
 class MessageParser:
-    """Takes the outputs of one choice in order, gives the parts of its message."""
+    """Turns the outputs of one choice, in order, into the parts of its message."""
 
     def __init__(self, message_format: MessageFormat, token_bytes: TokenBytes) -> None:
         self.message_format = message_format
@@ -153,18 +143,18 @@ class MessageParser:
 
     @property
     def cut_calls(self) -> Set[int]:
-        """The indices of the calls whose arguments are not complete JSON: no client may run them."""
+        """The indices of the calls without complete JSON arguments: no client may run them."""
         return frozenset() if self._tools is None else self._tools.cut_calls
 
     def read(self, output: RequestOutput) -> list[MessagePart]:
-        """The parts that `output` decides: all that are left, if it ends the choice."""
+        """Return the parts that `output` decides: all that are left, if it ends the choice."""
         if self._counter is not None:
             self._counter.count(output.token_ids)
         parts = self.feed_text(output.text) if output.text else []
         return parts if output.finish_reason is None else parts + self.finish_text()
 
     def feed_text(self, text: str) -> list[MessagePart]:
-        """The parts that are decided by `text`."""
+        """Return the parts that are decided by `text`."""
         if self._special is None:
             return self._parts(text)
         return self._spelled(self._parts(self._special.feed_text(text)))
@@ -201,16 +191,15 @@ class MessageParser:
         return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed_text(text))
 
     def _spelled(self, parts: list[MessagePart]) -> list[MessagePart]:
-        """Return the parts without stand-ins of tags; a part of which no text is left is dropped."""
+        """Return the parts without stand-ins of tags; a part without text is dropped."""
+        spell = self.message_format.special_tags.spelled
         spelled: list[MessagePart] = []
         for part in parts:
             match part:
-                case ReasoningDelta(text) | ContentDelta(text) if text := self.message_format.special_tags.spelled(
-                    text
-                ):
+                case ReasoningDelta(text) | ContentDelta(text) if text := spell(text):
                     spelled.append(type(part)(text))
                 case ToolCallArguments(index, text) | ToolCallInput(index, text):
-                    spelled.append(type(part)(index, self.message_format.special_tags.spelled(text)))
+                    spelled.append(type(part)(index, spell(text)))
                 case ToolCallStart():
                     spelled.append(part)
         return spelled
@@ -221,7 +210,7 @@ class MessageParser:
 
 
 def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
-    """The parts with neighbours of one kind joined: what does not depend on how the text came."""
+    """Return the parts with neighbours of one kind joined."""
     joined: list[MessagePart] = []
     for part in parts:
         match (joined[-1] if joined else None), part:

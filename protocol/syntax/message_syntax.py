@@ -1,7 +1,7 @@
-"""How the served model writes reasoning and calls, and tools for templates without them.
+"""The served model's syntax of reasoning and calls, and tools for templates without them.
 
-Which family a model belongs to is told by its chat template, or by the operator. Everything that depends on it is
-asked here: what the template gets, what the grammar is, which special tokens are text, and how answers are read.
+The chat template or the operator decides the family. Everything that depends on it is here: what the template gets, the
+grammar, which special tokens are text, and how answers are read.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from protocol.tools.kinds import Function, ToolUse
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
 
-_THINKING = frozenset(
-    {"enable_thinking", "thinking", "reasoning_effort"}
-)  # a request that sets one of them sets the others
+_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # setting one sets the others
 
 PROMPT_TAIL = 16
-"""Tokens of a prompt's end that tell whether it opens the reasoning."""
+"""Tokens at the end of a prompt that may open the reasoning."""
 
 
 class MessageSyntax:
     """The served model's way of writing. Immutable.
 
-    `template` is the source of its chat template, `knows_tools` whether that takes tools, `variables` the names that it
-    reads, and `special_tokens` the ids of the tokens that are left out of text. A template that knows tools of an
-    unknown syntax counts as knowing none: the model is told of them in words.
+    `template` is the source of its chat template, which reads `variables` and, with `knows_tools`, tools;
+    `special_tokens` are the ids of the tokens that are left out of text. A template with tools of an unknown syntax
+    counts as one without: the system message describes them.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class MessageSyntax:
     def for_template(
         self, messages: Sequence[dict[str, Any]], tools: ToolUse | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """The messages and the tools that the chat template gets."""
+        """Return the messages and the tools for the chat template."""
         functions = tools.functions if tools else ()
         messages = [self._with_known_ids(message) for message in messages]
         if self._uses_fallback:
@@ -90,9 +88,9 @@ class MessageSyntax:
     def grammar(
         self, tools: ToolUse | None, asked: StructuredOutput | None, *, prompt_end: bytes
     ) -> StructuredOutput | None:
-        """What the text has to follow: `asked` is what the client wants of an answer in words.
+        """Return the grammar of the text. `asked` is the client's for an answer in words.
 
-        A demanded call comes in its place, because there is no such answer then. The model may reason before either.
+        A demanded call replaces it, because there is no such answer then. The model may reason before either.
         """
         grammar = asked
         if tools is not None and (tools.choice == "required" or (asked is None and self._reads_calls)):
@@ -100,13 +98,13 @@ class MessageSyntax:
         return grammar if grammar is None else structs.replace(grammar, reasoning=self.reasoning_tags(prompt_end))
 
     def reasoning_tags(self, prompt_end: bytes) -> tuple[str, str] | None:
-        """The tags around the reasoning; "" for the first if the prompt has it, None if the model does not reason."""
+        """Return the tags around the reasoning: "" for the first if the prompt has it, None for a model without it."""
         if self._reasoning is None:
             return None
         return "" if self._reasoning_is_open(prompt_end) else self._reasoning.opening, self._reasoning.closing
 
     def shown_special_tokens(self, tools: ToolUse | None) -> tuple[int, ...]:
-        """Special tokens that have to be in the text although special tokens are left out: tags that are read."""
+        """Return the special tokens that must be in the text although others are left out: tags that are read."""
         return tuple(self._special_tokens[tag] for tag in self._tags(tools) if tag in self._special_tokens)
 
     def message_format(
@@ -117,7 +115,7 @@ class MessageSyntax:
         show_reasoning: bool = True,
         hide_special_tokens: bool = True,
     ) -> MessageFormat:
-        """How the answer is read. `prompt_end` is the text of the prompt's last `PROMPT_TAIL` tokens."""
+        """Return how to read the answer. `prompt_end` is the text of the prompt's last `PROMPT_TAIL` tokens."""
         special = {tag: self._special_tokens[tag] for tag in self._tags(tools) if tag in self._special_tokens}
         tags = SpecialTags(special, shown=not hide_special_tokens)
         return MessageFormat(
@@ -131,7 +129,7 @@ class MessageSyntax:
         )
 
     def _with_known_ids(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with ids of calls in a form that the template takes: another model may have given them."""
+        """Return the message with ids of calls that the template accepts: they may come from another model."""
         known = self._tools.known_call_id
         if known is None:
             return message
@@ -160,17 +158,15 @@ def _reasoning_tags(template: str, parser: ReasoningParser) -> ReasoningTags | N
 
 
 # ------------------------------------------------------------------------------------------------------------- fallback
-# Tools for chat templates that know nothing of them, so that every model can be offered some.
-#
-# The functions and the way to call them go into the system message; calls and results of earlier turns are written into
-# the messages as text.
+# Tools for chat templates without them. The system message describes the functions and how to call them; calls and
+# results of earlier turns become text.
 
 
 Message = dict[str, Any]
 
 
 def without_tools(messages: Sequence[Message], functions: Sequence[Function], tool_format: ToolFormat) -> list[Message]:
-    """The same conversation for a template that knows neither tools, nor their calls, nor the role of their results."""
+    """Return the conversation for a template that knows neither tools, nor their calls, nor the role of results."""
     plain = [_plain(message, tool_format) for message in messages]
     if not functions:
         return plain

@@ -1,8 +1,7 @@
-"""Reasoning between tags.
+"""Reasoning between tags: `THINK` (Qwen 3, DeepSeek R1 and most others) or `BRACKETS` (Magistral).
 
-Two families of tags are known (`THINK`: Qwen 3, DeepSeek R1 and most others; `BRACKETS`: Magistral). The opening tag
-counts only where the text begins, so an answer may speak of tags; many templates have opened the reasoning already in
-the prompt, and then the text begins within it. White space around the tags is padding and belongs to neither side.
+The opening tag counts only where the text begins, so an answer may mention tags. Many templates open the reasoning in
+the prompt; then the text begins within it. White space around the tags belongs to neither side.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from typing import NamedTuple
 from engine.messages import SPECIAL_MARK
 
 # ----------------------------------------------------------------------------------------------------------------- tags
-# Search for tags in text that comes in pieces, for the readers of reasoning and of tool calls.
+# Tags in text that comes in pieces.
 #
-# If a tag is a special token of the vocabulary, only that token counts. The same characters from other tokens are text;
-# otherwise an answer about tags would lose words. The engine puts `SPECIAL_MARK` before the token's text,
+# If a tag is a special token of the vocabulary, only that token counts; the same characters from other tokens are text,
+# so that an answer about tags loses no words. The engine puts `SPECIAL_MARK` before the token's text,
 # `SpecialTagReader` replaces mark and tag by one character that no text contains (a stand-in), and readers look for it.
 
 
 class SpecialTags:
-    """The tags that are special tokens, and the character that stands in for each. Immutable.
+    """The tags that are special tokens, and a stand-in for each. Immutable.
 
-    `ids` are the tags' token ids. `shown` says whether the client sees a tag that no reader took as syntax; otherwise
-    it is left out like other special tokens.
+    `ids` are the tags' token ids. With `shown`, the client sees a tag that no reader took as syntax.
     """
 
     def __init__(self, ids: Mapping[str, int], *, shown: bool = False) -> None:
@@ -49,7 +47,7 @@ NO_SPECIAL_TAGS = SpecialTags({})
 
 
 class SpecialTagReader:
-    """Replace special tags by stand-ins in the text of one choice, as it comes."""
+    """Replaces special tags by stand-ins in the text of one choice, as it comes."""
 
     def __init__(self, tags: SpecialTags) -> None:
         self._stand_ins = tags.stand_ins
@@ -75,7 +73,7 @@ class SpecialTagReader:
 
 
 def find_tag(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of `tags` is in `text`, and which one it is. Of two at one place, the longer one."""
+    """Return the place of the first of `tags` in `text`, and this tag: of two at one place, the longer one."""
     found = [(start, -len(tag), tag) for tag in tags if (start := text.find(tag)) >= 0]
     if not found:
         return None
@@ -84,21 +82,15 @@ def find_tag(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
 
 
 def unfinished_tag(text: str, tags: Sequence[str]) -> int:
-    """Length of the longest end of `text` that could still become one of `tags`."""
-    return max((_overlap(text, tag) for tag in tags), default=0)
-
-
-def _overlap(text: str, tag: str) -> int:
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0
+    """Return the length of the longest end of `text` that could still become one of `tags`."""
+    lengths = range(min(max(map(len, tags), default=1) - 1, len(text)), 0, -1)
+    return next((size for size in lengths if any(len(tag) > size and text.endswith(tag[:size]) for tag in tags)), 0)
 
 
 class Padding:
-    """Holds white space back until it is known what it stands before: text keeps it, a tag or the end may drop it.
+    """Holds white space back until what follows is known: text keeps it, a tag or the end may drop it.
 
-    Pieces that are nothing but white space cost the same each, however many have come.
+    The cost of a piece of white space does not depend on the number of pieces before it.
     """
 
     __slots__ = ("_held",)
@@ -107,7 +99,7 @@ class Padding:
         self._held: list[str] = []
 
     def hold_back(self, text: str) -> str:
-        """`text` after what was held back, without the white space that it ends with."""
+        """Return what was held back and `text`, without the white space at its end."""
         kept = text.rstrip()
         if not kept:
             if text:
@@ -117,7 +109,7 @@ class Padding:
         return before + kept
 
     def take(self) -> str:
-        """What is held back, which is forgotten."""
+        """Return the white space that was held back, once."""
         held, self._held = "".join(self._held), []
         return held
 
@@ -126,7 +118,7 @@ class Padding:
 
 
 class ReasoningTags(NamedTuple):
-    """What opens and closes the reasoning."""
+    """The tags around the reasoning."""
 
     opening: str
     closing: str
@@ -154,7 +146,7 @@ class ReasoningSplitter:
         self._padding = Padding()  # white space that the reasoning may end with
 
     def feed_text(self, text: str) -> tuple[str, str]:
-        """What `text` adds to the reasoning and to the answer."""
+        """Return what `text` adds to the reasoning and to the answer."""
         if self._stage is _Stage.ANSWER:
             return "", text
         text, self._held = self._held + text, ""
@@ -175,14 +167,14 @@ class ReasoningSplitter:
         return reasoning, text
 
     def finish_text(self) -> tuple[str, str]:
-        """What was held back, now that the text has ended."""
+        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         if self._stage is _Stage.INSIDE:
             return self._padding.take() + held, ""
         return (held.lstrip(), "") if self._stage is _Stage.INSIDE_START else ("", held)
 
     def _inside(self, text: str) -> tuple[str, str]:
-        """The reasoning in `text`, and what comes after its end."""
+        """Return the reasoning in `text`, and the text after its end."""
         answer = ""
         end = text.find(self._tags.closing)
         if end >= 0:
@@ -199,10 +191,10 @@ class ReasoningSplitter:
 
 
 class ReasoningCounter:
-    """Counts the tokens of the reasoning, tags included, from the bytes that tokens stand for.
+    """Counts the tokens of the reasoning, tags included, from the bytes of tokens.
 
-    Text cannot tell: it trails the tokens, and control tokens are not in it. In `tags`, the stand-in of
-    `special` replaces a tag that is a special token.
+    Text does not show it: it trails the tokens and lacks control tokens. In `tags`, a stand-in of `special` replaces a
+    tag that is a special token.
     """
 
     def __init__(
@@ -223,7 +215,6 @@ class ReasoningCounter:
         self._num_seen = 0  # tokens before the reasoning is known to be one
 
     def count(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens of the choice."""
         for token_id in token_ids:
             if self._is_over:
                 return

@@ -4,9 +4,10 @@ import orjson
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest, RequestFailed
-from protocol.answers import DONE, KEEP_ALIVE, data_frame
+from protocol.answers import DONE, KEEP_ALIVE, data_frame, encode
 from protocol.errors import ApiError, deadline_exceeded, to_api_error
-from protocol.openai.dialect import model_card, model_list, unknown_model
+from protocol.openai.answers import ModelCard, ModelList
+from protocol.openai.dialect import unknown_model
 
 
 def test_the_envelope_has_all_four_keys():
@@ -79,19 +80,20 @@ def test_stream_frames_end_with_a_blank_line():
 def test_the_model_list_tells_the_context_length():
     from openai.types import Model
 
-    card = model_card(
-        "smol",
+    card = ModelCard(
+        id="smol",
         root="SmolLM2",
         created=7,
         max_model_len=2048,
         default_parameters={"top_p": 0.9},
         chat_parameters={"min_p": 0.1},
     )
-    Model.model_validate(card, strict=True)
-    body = orjson.loads(model_list([card]))
+    body = orjson.loads(encode(ModelList(data=[card])))
     assert body["object"] == "list"
-    assert body["data"] == [card]
-    assert (card["max_model_len"], card["root"], card["parent"], card["permission"]) == (2048, "SmolLM2", None, [])
+    (shown,) = body["data"]
+    Model.model_validate(shown, strict=True)
+    assert shown["default_parameters"] == {"top_p": 0.9}
+    assert (shown["max_model_len"], shown["root"], shown["parent"], shown["permission"]) == (2048, "SmolLM2", None, [])
 
 
 def test_an_unknown_model_is_a_404_that_lists_the_served_ones():

@@ -33,7 +33,7 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ErrorObject(Answer):
-    """What went wrong. `param` is the field at fault, `code` a word for programs."""
+    """An error. `param` is the wrong field, `code` a word for programs."""
 
     message: str
     type: str
@@ -42,7 +42,7 @@ class ErrorObject(Answer):
 
 
 class ErrorEnvelope(Answer):
-    """The body of every error, where a dialect has no other."""
+    """The body of an error, unless the dialect has its own."""
 
     error: ErrorObject
 
@@ -66,7 +66,7 @@ class Detokenized(Answer):
 
 
 class TokenizerInfo(OpenAnswer):
-    """The answer of GET /tokenizer_info: besides, what the tokenizer's files say."""
+    """The answer of GET /tokenizer_info, which has the contents of the tokenizer's files, too."""
 
     tokenizer_class: str
     chat_template: str | None
@@ -94,7 +94,7 @@ class Alive(Answer):
 
 
 class Status(Answer):
-    """How far the server is."""
+    """The progress of the server's start or end."""
 
     phase: Literal["starting", "ready", "leaving", "stopping", "failed"]
     task: str | None
@@ -116,7 +116,7 @@ class ServerInfo(OpenAnswer):
 
 
 class EngineState(Answer):
-    """The answer of GET /engine_state: a snapshot of each engine that lives, by its number."""
+    """The answer of GET /engine_state: a snapshot of each live engine, by its number."""
 
     engines: dict[str, dict[str, Any]]
 
@@ -144,18 +144,18 @@ class LogLevel(Answer):
 
 
 class Timeline(OpenAnswer):
-    """What happened to a request."""
+    """The events of a request."""
 
 
 # -------------------------------------------------------------------------------------------------------------- writers
-# What writes an answer: a writer for its event stream, or one for its one body. Every dialect has both.
+# Every dialect has a writer for its event stream and one for its whole body.
 #
-# Writers do no I/O and know no time. They raise `ApiError` for an output that failed: before the first byte the app
+# Writers do no I/O and read no clock. They raise `ApiError` for an output that failed: before the first byte the app
 # answers it as plain JSON, after it as an error frame.
 
 
 class Head(NamedTuple):
-    """What every chunk of a response repeats. `created` is in Unix seconds."""
+    """The fields that every chunk of a response repeats. `created` is in Unix seconds."""
 
     id: str
     created: int
@@ -164,7 +164,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerContext:
-    """What is known of an answer before its first token.
+    """The facts of an answer that are known before its first token.
 
     `decode` turns token ids into text; `hidden_ids` are the special tokens that the text leaves out.
     """
@@ -184,38 +184,35 @@ class AnswerContext:
 
 
 class StreamWriter(Protocol):
-    """Turns the outputs of one request into the frames of its event stream."""
+    """Writes the event stream of one request."""
 
     def feed_output(self, output: RequestOutput) -> bytes:
-        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+        """Return the frames of `output`, possibly none. Raises `ApiError` if the output failed."""
         ...
 
     def finish_stream(self) -> bytes:
-        """The last frames, after every choice has finished."""
+        """Return the last frames, after every choice has finished."""
         ...
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput]) -> bytes:
-        """The last frames if something goes wrong. `unsent` has been generated and will not be fed."""
+        """Return the last frames after an error. `unsent` was generated and will not be fed."""
         ...
 
 
 class BodyWriter(Protocol):
-    """Turns the outputs of one request into its one response body."""
+    """Writes the whole response body of one request."""
 
     def feed_output(self, output: RequestOutput) -> object:
-        """Take in the next part of a choice. Raises `ApiError` if the output failed."""
+        """Add the next part of a choice. Raises `ApiError` if the output failed."""
         ...
 
     def body(self) -> bytes:
-        """The response body, after every choice has finished."""
+        """Return the response body, after every choice has finished."""
         ...
 
 
 def raise_if_failed(output: RequestOutput) -> None:
-    """Raise the `ApiError` of an output that ended in failure, or InvalidRequest if the client has to change something.
-
-    `output.error` is for the log and stays out of it.
-    """
+    """Raise the `ApiError` of an output that failed, or `InvalidRequest`. `output.error` is for the log only."""
     if output.finish_reason is FinishReason.TIMEOUT:
         raise deadline_exceeded("The request cannot be done within its deadline.")
     if output.refusal is not None:
@@ -233,23 +230,23 @@ def raise_if_failed(output: RequestOutput) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ sse
-# Frames of a `text/event-stream` body. Imported by the streamed wire formats and by the app's streams.
+# Frames of a `text/event-stream` body.
 
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 
 DONE = b"data: [DONE]\n\n"
-"""Ends every stream of chat and completions, one that failed too."""
+"""Ends every stream of chat and completions, a failed one too."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, proxies see that the connection lives."""
+"""A comment, which clients skip and which keeps proxies from closing the connection."""
 
 
 def data_frame(payload: bytes) -> bytes:
-    """One event. JSON has no raw line breaks, so one `data:` line holds any payload."""
+    """Return one event. JSON has no raw line breaks, so one `data:` line holds any payload."""
     return b"data: " + payload + b"\n\n"
 
 
 def event_frame(name: str, data: Mapping[str, Any]) -> bytes:
-    """One event with a name, for wire formats whose clients go by it."""
+    """Return one event with a name, for dialects with clients that read it."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))

@@ -1,7 +1,6 @@
-"""/openapi.json: what can be asked, and what the answers look like, made from the request and answer models.
+"""/openapi.json: the description of the API, made from the request models and the shapes of answers at the first call.
 
-Made when it is first asked for. The ranges of sampling parameters are the engine's, so they are put beside the models'
-types here.
+The ranges of sampling parameters are the engine's, so they are added to the models' types here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _EVENT: Json = {
     "required": ["data"],
 }
 
-# Where a request may say more than the engine is told, or less.
+# Where a request's range differs from the engine's.
 _RANGES: dict[str, tuple[float, float | None]] = {
     **RANGES,
     "top_k": (-1, RANGES["top_k"][1]),
@@ -55,7 +54,7 @@ _ERRORS = {
 def document(
     version: str, operations: Sequence[Operation] = OPERATIONS, sampling: Mapping[str, float | None] | None = None
 ) -> Json:
-    """The whole description, OpenAPI 3.1. `sampling` is what requests for text get where they leave it open."""
+    """Return the whole description, OpenAPI 3.1. `sampling` has the defaults of requests for text."""
     models = dict.fromkeys(model for operation in operations for model in operation.request)
     answers: dict[type[Struct], None] = dict.fromkeys(dialect.error_answer for dialect in DIALECTS)
     answers |= dict.fromkeys(each.answer for each in operations if isinstance(each.answer, type))
@@ -68,7 +67,7 @@ def document(
     definitions = {**definitions["$defs"], **answer_definitions}
     schemas = {name: _without_titles(schema) for name, schema in definitions.items()}
     for operation in operations:
-        if operation.streams:  # where tokens are only counted, nobody looks at what they would be sampled with
+        if operation.streams:  # counting tokens ignores sampling parameters
             for model in operation.request:
                 schema = schemas[schema_of[model]["$ref"].removeprefix(_REF)]
                 _add_ranges(schema)
@@ -135,7 +134,7 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
 
 
 def _add_ranges(schema: Json) -> None:
-    """Put the ranges of its sampling parameters into a model's schema."""
+    """Add the ranges of sampling parameters to a model's schema."""
     for name, (low, high) in _RANGES.items():
         least = "exclusiveMinimum" if name in LOW_END_EXCLUDED else "minimum"
         for kind in _numbers(schema["properties"].get(name, {})):
@@ -143,12 +142,12 @@ def _add_ranges(schema: Json) -> None:
 
 
 def _numbers(schema: Json) -> list[Json]:
-    """The parts of a field's schema that take numbers."""
+    """Return the parts of a field's schema that take numbers."""
     return [part for part in (schema, *schema.get("anyOf", ())) if part.get("type") in ("integer", "number")]
 
 
 def _without_titles(schema: Any) -> Any:
-    """A schema without titles, which say what the names say."""
+    """Return a schema without titles, which repeat the names."""
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
 """A dialect as one record: its paths, request models, writers and errors.
 
-`protocol.registry` lists the records, from which the app makes handlers and `protocol.openapi` the description. A
-request model's `translate` is the way from the dialect to what the server works with; see `protocol.translation`.
+`protocol.registry` lists the records; the app makes handlers of them and `protocol.openapi` the description. A request
+model's `translate` makes the server's own form of a request; see `protocol.translation`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ R = TypeVar("R", bound=RequestFields)
 class Operation:
     """One method of one path, as clients see it.
 
-    A body is one of the models of `request`. `answer` is the body's model or its content type, None for an empty body;
-    statuses in `also` have the same. `errors` are those beside 401, which all have that are not `is_open`.
+    A body is one of the models of `request`. `answer` is the shape of the answer's body or its content type, None for
+    an empty body; statuses in `also` have the same. `errors` leaves out 401, which all have that are not `is_open`.
+    `query` are the schemas of the query's fields that have an effect; none of them is required.
     """
 
     method: Method
@@ -39,32 +40,23 @@ class Operation:
     streams: bool = False
     is_open: bool = False
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The fields of the query that have an effect, none of them required: their schemas."""
 
 
 def generates(
     path: str, summary: str, request: type[ClientModel], answer: type[Struct], *, streams: bool = True
 ) -> Operation:
-    """An operation that gets a place in the queue and tokens from the engine."""
+    """An operation that takes a queue slot and gets tokens from the engine."""
     return Operation("post", path, summary, answer, [request], (400, 404, 413, 429, 500, 503, 504), streams=streams)
 
 
 def asks(path: str, summary: str, answer: type[Struct], *request: type[ClientModel]) -> Operation:
-    """An operation that needs tokenizer and template alone."""
+    """An operation that needs only tokenizer and template."""
     return Operation("post", path, summary, answer, request, (400, 404, 413, 503))
 
 
-def finds(
-    method: Method,
-    path: str,
-    summary: str,
-    answer: type[Struct],
-    *,
-    streams: bool = False,
-    query: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Operation:
-    """An operation on what is there already."""
-    return Operation(method, path, summary, answer, errors=(400, 404, 503), streams=streams, query=query or {})
+def finds(method: Method, path: str, summary: str, answer: type[Struct], **options: Any) -> Operation:
+    """An operation on a thing that exists already. `options` are fields of `Operation`."""
+    return Operation(method, path, summary, answer, errors=(400, 404, 503), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +71,6 @@ class GenerationRoute(Generic[R]):
     stream_writer: Callable[[R, AnswerContext], StreamWriter]
     body_writer: Callable[[R, AnswerContext], BodyWriter]
 
-    @property
-    def operation(self) -> Operation:
-        return generates(self.path, self.summary, self.request, self.answer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountingRoute:
-    """A path that answers a body with the number of tokens of its prompt."""
-
-    path: str
-    summary: str
-    request: type[RequestFields]
-
-    @property
-    def operation(self) -> Operation:
-        return asks(self.path, self.summary, InputTokens, self.request)
-
 
 def _openai_error(error: ApiError, request_id: str | None) -> bytes:
     return error.body()
@@ -103,19 +78,19 @@ def _openai_error(error: ApiError, request_id: str | None) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One wire format. Everything at `root` and below it speaks it, errors of unknown paths included.
+    """One wire format. All paths at and below `root` speak it, errors of unknown paths included.
 
-    The app makes the handlers of `generation` and `counting`; those of `others` are in `app.routes`. `error_body` words
-    an error, given the request's id, in the shape of `error_answer`; `request_id_header` is what the dialect's clients
-    read that id from, beside ``x-request-id``. `retired` roots have no routes, and their errors are worded as
-    those of `root`. At and below `shared_roots`, where OpenAI's clients ask as well, its own are known by the header
-    `client_header`.
+    The app makes the handlers of `generation`, and of `counting`: paths that answer a body of a model with the number
+    of its prompt's tokens. The handlers of `others` are in `app.routes`. `error_body` writes an error, given the
+    request's id, in the shape of `error_answer`; `request_id_header` is the dialect's header of that id, in addition to
+    ``x-request-id``. `retired` roots have no routes, but their errors are the dialect's. At and below `shared_roots`,
+    which OpenAI's clients use too, a request with the header `client_header` is the dialect's.
     """
 
     root: str
     retired: Sequence[str] = ()
     generation: Sequence[GenerationRoute[Any]] = ()
-    counting: Sequence[CountingRoute] = ()
+    counting: Mapping[str, type[RequestFields]] = field(default_factory=dict)
     others: Sequence[Operation] = ()
     error_body: Callable[[ApiError, str | None], bytes] = _openai_error
     error_answer: type[Struct] = ErrorEnvelope
@@ -125,6 +100,7 @@ class Dialect:
 
     @property
     def operations(self) -> list[Operation]:
-        """All that can be asked."""
-        generation = [route.operation for route in self.generation]
-        return [*generation, *(route.operation for route in self.counting), *self.others]
+        """All operations of the dialect."""
+        generation = [generates(each.path, each.summary, each.request, each.answer) for each in self.generation]
+        counting = [asks(path, "Count its tokens.", InputTokens, model) for path, model in self.counting.items()]
+        return [*generation, *counting, *self.others]

@@ -1,4 +1,4 @@
-"""Every dialect and route, tokenization and administration included."""
+"""The table of dialects and routes, and the requests of tokenization and administration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenizeTextRequest(TruncatedPrompt):
 
 
 class TokenizeChatRequest(ChatCompletionRequest):
-    """The body of /tokenize for a conversation: what /v1/chat/completions would make of the same messages."""
+    """The body of /tokenize for a conversation: the answer has the prompt of /v1/chat/completions."""
 
     return_token_strs: bool = False
 
@@ -50,16 +50,13 @@ class DetokenizeRequest(ClientModel):
 
 
 def parse_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
-    """Which of the two a body is, checked. Raises `ApiError` 400."""
+    """Return a checked body of /tokenize. Raises `ApiError` 400."""
     content = decode_json(body)
     is_chat = isinstance(content, dict) and content.get("messages") is not None
     return validate(TokenizeChatRequest, content) if is_chat else validate(TokenizeTextRequest, content)
 
 
 # ------------------------------------------------------------------------------------------------------------- dialects
-# The dialects that are spoken here, and which one a path speaks.
-
-
 DIALECTS = (OPENAI, RESPONSES, ANTHROPIC)
 
 _ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.retired)]
@@ -68,9 +65,9 @@ _SHARED = [(root + "/", dialect) for dialect in DIALECTS for root in dialect.sha
 
 
 def dialect_of(path: str, headers: Collection[str] = ()) -> Dialect:
-    """The dialect of a path, which need not exist: that of the longest root above it. All others have OpenAI's.
+    """Return the dialect of a path, which need not exist: that of the longest root above it, else OpenAI's.
 
-    Of a path that two dialects share, the names of the request's headers tell, in lower case.
+    For a path that two dialects share, the names of the request's headers, in lower case, decide.
     """
     path += "/"
     for root, dialect in _SHARED:
@@ -80,28 +77,23 @@ def dialect_of(path: str, headers: Collection[str] = ()) -> Dialect:
 
 
 # ------------------------------------------------------------------------------------------------------- administration
-# What administrators send.
-
-
 MAX_ABORTED = 1024  # ids of one call
 
 
 class AbortRequest(ClientModel):
-    """The body of POST /abort_requests: ids from the header x-request-id of answers, or from their bodies."""
+    """The body of POST /abort_requests: ids from answers' header x-request-id, or from their bodies."""
 
     request_ids: Annotated[list[str], fail_fast, at_most(MAX_ABORTED, "ids")] = Field(min_length=1)
 
 
 class ConfigureLogging(ClientModel):
-    """The body of POST /configure_logging, whose name is SGLang's: the least severity that is logged."""
+    """The body of POST /configure_logging, named as in SGLang: the least severity that is logged."""
 
     log_level: Literal["debug", "info", "warning", "error"]
 
 
 # ----------------------------------------------------------------------------------------------------------- operations
-# Every route as clients see it, in the order in which /docs shows them.
-#
-# A test compares this table with the routes that the application has.
+# Every route, in the order of /docs. A test compares this table with the routes of the application.
 
 
 _TOKENIZE = "The token ids of a text, or of a conversation."
@@ -135,10 +127,10 @@ OPERATIONS = (
 OF_PAGES = frozenset(
     {"/", "/docs/files/{name}", "/dashboard/files/{name}", "/dashboard/frames", "/dashboard/simulation"}
 )
-"""Routes that are the pages' own: they change with them."""
+"""Internal routes of the pages, which change with them."""
 
 TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configuration.", answers.TokenizerInfo),)
-"""Where the setting `enable_tokenizer_info_endpoint` is on."""
+"""The route of the setting `enable_tokenizer_info_endpoint`."""
 
 ADMINISTRATION = (
     Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
@@ -149,4 +141,4 @@ ADMINISTRATION = (
     Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
     Operation("post", "/configure_logging", "Log more or less.", answers.LogLevel, [ConfigureLogging], (400, 413)),
 )
-"""Routes that exist where there are administrators' keys."""
+"""The routes of a server with administrators' keys."""

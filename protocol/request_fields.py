@@ -49,21 +49,18 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class TruncatedPrompt(RequestBody):
-    """A request whose prompt may be cut to a number of tokens."""
+    """A request with a prompt that may be cut to a number of tokens."""
 
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: what the context leaves
     truncation_side: Literal["left", "right"] = "left"  # what is cut off
 
     @property
     def left_out(self) -> LeftOut:
-        """What this server leaves out of the request."""
+        """The parts of the request that have no effect."""
         return LeftOut(fields=self.without_effect)
 
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Return the part of a prompt that the client wants to be used.
-
-        Raises `InvalidRequest` if the client asks for more than the context holds.
-        """
+        """Return the part of a prompt that the client asked for. Raises `InvalidRequest` for more than the context."""
         count = self.truncate_prompt_tokens
         if count is None:
             return token_ids
@@ -81,10 +78,19 @@ class TruncatedPrompt(RequestBody):
         return 1
 
 
-class RequestFields(TruncatedPrompt):
-    """A request for text, in whatever dialect. `model` None means the model that is served."""
+class EngineRequest(TruncatedPrompt):
+    """A request that the engine answers. `model` None means the model that is served."""
 
     model: str | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
+    timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
+
+
+class RequestFields(EngineRequest):
+    """A request for text, in any dialect."""
+
     stream: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
@@ -102,23 +108,18 @@ class RequestFields(TruncatedPrompt):
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS, "entries")] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # without effect: tokenizers' decoders put none
-    cache_salt: CacheSalt | None = None
-    request_id: RequestId | None = None
-    timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
-    ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
+    spaces_between_special_tokens: bool = True  # without effect: decoders add none
+    ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to the first token
 
     def fill_in(self, defaults: Mapping[str, float | None]) -> None:
-        """Set fields of these names that the client has left open."""
+        """Set the fields of these names that the client did not set."""
         for name, value in defaults.items():
             if name not in self.model_fields_set and getattr(self, name, value) != value:
                 setattr(self, name, value)
 
     @abstractmethod
     def translate(self) -> RequestFields:
-        """Return this request as a `protocol.openai.generation.GenerationRequest`, the one form that the server works
-        with.
+        """Return the `protocol.openai.generation.GenerationRequest` that this request means: OpenAI's mean themselves.
 
-        OpenAI's requests return themselves. Raises `ApiError` 400 and `InvalidRequest`.
+        Raises `ApiError` 400 and `InvalidRequest`.
         """

@@ -1,8 +1,8 @@
-"""Wire formats that are translated into a chat request, and its errors back into their words.
+"""Dialects that are translated into a chat request, and its errors, translated back into the dialect's names.
 
-`protocol.anthropic` and `protocol.responses` describe the same conversation as chat completions under other names. So
-each has a request model of its own that checks what the client sent and makes a `TranslatedChat` of it, and everything
-behind that (template, tools, reasoning, grammars, sampling) exists once.
+`protocol.anthropic` and `protocol.responses` describe a conversation under other names than chat completions. A request
+model of each checks the client's body and makes a `TranslatedChat`, so that template, tools, reasoning, grammars and
+sampling exist once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from protocol.openai.structured import StructuredOutputFields
 
 
 class TranslatedChat(ChatCompletionRequest):
-    """A chat request that was written by a dialect. `client_names` are the dialect's names of chat's fields."""
+    """A chat request made from a dialect's. `client_names` are the dialect's names of chat's fields."""
 
     client_names: ClassVar[Mapping[str, str]] = {}
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
-        """The engine's refusal of this request, with the fields called what this client calls them."""
         error = super().in_client_words(error)
         message, param = _in_words_of(self.client_names, str(error), error.param)
         return InvalidRequest(message, param=param, code=error.code)
@@ -35,10 +34,9 @@ C = TypeVar("C", bound=TranslatedChat)
 
 
 class DialectRequest(ConversationFields, StructuredOutputFields):
-    """A request of a dialect.
+    """A request of a dialect, with the common fields, which `chat_fields` passes to chat.
 
-    It has the common fields, which `chat_fields` hands to chat. What chat shows in a place that the dialect's answers
-    do not have is refused, and so is what chat refuses.
+    It refuses fields that chat refuses, and those with effects that the dialect's answers have no place for.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -61,9 +59,9 @@ class DialectRequest(ConversationFields, StructuredOutputFields):
 
 
 def chat_request(chat: type[C], fields: Mapping[str, Any]) -> C:
-    """The chat request with these fields, of which those that are None are absent.
+    """Return the chat request with those of these fields that are not None.
 
-    Raises `ApiError` 400 in the dialect's words if chat refuses one.
+    Raises `ApiError` 400 with the dialect's names if chat refuses one.
     """
     try:
         return chat.model_validate({name: value for name, value in fields.items() if value is not None})

@@ -29,7 +29,7 @@ from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
 from protocol.openai.generation import GenerationRequest
-from protocol.operations import CountingRoute, GenerationRoute
+from protocol.operations import GenerationRoute
 from protocol.registry import DIALECTS, DetokenizeRequest, TokenizeChatRequest, parse_tokenize
 from protocol.request_fields import RequestFields
 
@@ -39,8 +39,8 @@ def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
     for dialect in DIALECTS:
         for generation in dialect.generation:
             yield generation.path, partial(_answer, generation)
-        for counting in dialect.counting:
-            yield counting.path, partial(_count, counting)
+        for path, model in dialect.counting.items():
+            yield path, partial(_count, model)
 
 
 async def _answer(route: GenerationRoute[Any], server: Server, request: RequestScope) -> None:
@@ -57,8 +57,8 @@ async def _answer(route: GenerationRoute[Any], server: Server, request: RequestS
     await generate(server, request, task)
 
 
-async def _count(route: CountingRoute, server: Server, request: RequestScope) -> None:
-    given, body = await _translated(server, request, route.request)
+async def _count(model: type[RequestFields], server: Server, request: RequestScope) -> None:
+    given, body = await _translated(server, request, model)
     server.check_model_name(given.model)
     assert isinstance(body, ChatCompletionRequest)
     await request.send_json(200, encode(InputTokens(await count_tokens(server, body))))

@@ -1,8 +1,7 @@
-"""The turns of a conversation, their content blocks, and their way into chat messages.
+"""The turns of a conversation, their content blocks, and their translation into chat messages.
 
-One turn of Anthropic's may be several of chat's: there, the results of tools are messages of their own. Turns of one
-role that follow each other are one turn, as Anthropic has it. What is no text is refused by name where the user sends
-it, and left out of what a tool has answered.
+One turn of Anthropic's may be several of chat's, where results of tools are messages of their own. Consecutive turns of
+one role are one turn. Images and files are refused by name in a user's turn, and left out of a tool's result.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import WithJsonSchema
 
 from protocol.body import ClientModel, OneOf, at_most, fail_fast, json_text, type_of, with_type
-from protocol.tools.unsupported import MAX_TOLD, Unread, Unserved
+from protocol.tools.unsupported import MAX_NAMED, Unread, Unserved
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384
 
-# Claude Code begins its system prompt with a line that differs from request to request. It speaks to the provider's
-# accounting, and would spoil the prefix cache for everything behind it.
+# Claude Code begins its system prompt with this line for the provider's accounting. It differs from request to request,
+# and would spoil the prefix cache for everything after it.
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -31,7 +30,7 @@ class TextBlock(ClientModel):
 
 
 class ThinkingBlock(ClientModel):
-    """What the model thought. The signature is accepted and not looked at."""
+    """The model's thoughts. The signature is accepted without effect."""
 
     type: Literal["thinking"]
     thinking: str
@@ -59,7 +58,7 @@ Text = Annotated[str | _TextBlocks, _string_or_list]
 
 
 class ToolReferenceBlock(ClientModel):
-    """A tool that the client's own search has found. The model knows it: all tools are offered from the start."""
+    """A tool that the client's own search has found. The model knows it: every request offers all tools."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -105,7 +104,7 @@ class DocumentBlock(ClientModel):
 
 
 class SearchResultBlock(ClientModel):
-    """What a search of the client's has found."""
+    """A result of the client's search."""
 
     type: Literal["search_result"]
     source: str
@@ -147,14 +146,14 @@ _Results = Annotated[list[_Result], fail_fast, at_most(MAX_BLOCKS, "blocks")]
 
 
 class ToolResultBlock(ClientModel):
-    """What a tool has answered. `is_error` is accepted without effect: templates have no place for it."""
+    """A tool's result. `is_error` is accepted without effect: templates have no place for it."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[str | _Results, _string_or_list] = ""
 
 
-# What is left of calls of tools that Anthropic runs, and of other services of its.
+# Remains of calls of tools that Anthropic runs, and of its other services.
 _UNSERVED = (
     *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction"),
     *("container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "server_tool_use"),
@@ -193,12 +192,12 @@ class Turn(ClientModel):
     content: Content
 
     def blocks(self) -> Sequence[_Block]:
-        """The content as blocks."""
+        """Return the content as blocks."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
 def misplaced_block(turns: Sequence[Turn]) -> tuple[str, str] | None:
-    """The path of the first block that its turn's role cannot have, and what is wrong with it."""
+    """Return the path of the first block that its turn's role cannot have, and the complaint."""
     for number, turn in enumerate(turns):
         for place, block in enumerate(turn.blocks()):
             if (role := _ONLY_IN.get(block.type, turn.role)) != turn.role:
@@ -207,7 +206,7 @@ def misplaced_block(turns: Sequence[Turn]) -> tuple[str, str] | None:
 
 
 def with_results(turns: Iterable[Turn]) -> Iterator[Any]:
-    """The blocks of the turns, and those of tools' results."""
+    """Yield the blocks of the turns, and those in tools' results."""
     for turn in turns:
         for block in turn.blocks():
             yield block
@@ -216,9 +215,9 @@ def with_results(turns: Iterable[Turn]) -> Iterator[Any]:
 
 
 def unanswered_calls(last: Turn) -> str:
-    """The ids of the calls of a conversation's last turn, as a list in words."""
+    """Return the ids of the calls in a conversation's last turn, separated by commas."""
     calls = [block.id[:64] for block in last.blocks() if isinstance(block, ToolUseBlock)]
-    return ", ".join(calls[:MAX_TOLD])
+    return ", ".join(calls[:MAX_NAMED])
 
 
 class _HasText(Protocol):
@@ -227,24 +226,20 @@ class _HasText(Protocol):
 
 
 def text_of(content: str | Sequence[_HasText]) -> str:
-    """The text of a string or of blocks, which are joined as chat joins its parts."""
+    """Return the text of a string or of blocks, joined as chat joins its parts."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def system_text(system: str | Sequence[TextBlock]) -> str:
-    """The system prompt, without what clients put there for the provider's accounting."""
+    """Return the system prompt without the line for the provider's accounting; gateways may join other lines to it."""
     texts = [system] if isinstance(system, str) else [block.text for block in system]
-    told = [_without_billing(text) for text in texts]
-    return "\n".join(text for text, given in zip(told, texts, strict=True) if text or not given)
-
-
-def _without_billing(text: str) -> str:
-    """Gateways join blocks, so other lines may follow."""
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+    kept = [text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts]
+    return "\n".join(text for text, given in zip(kept, texts, strict=True) if text or not given)
 
 
 def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The conversation as chat messages. Raises `InvalidRequest` for a tool's input that is nested too deeply."""
+    """Return the conversation as chat messages. Raises `InvalidRequest` for a tool's input that is nested too
+    deeply."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
         if turn.role == "assistant":
@@ -255,7 +250,7 @@ def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def _add_user(messages: list[dict[str, Any]], turn: Turn) -> None:
-    """A user's or system's turn: texts that follow each other are one message, a tool's result is another."""
+    """Add a user's or system's turn: consecutive texts are one message, a tool's result is another."""
     for block in turn.blocks():
         if isinstance(block, ToolResultBlock):
             content = text_of(block.content)
@@ -282,7 +277,7 @@ def _add_assistant(messages: list[dict[str, Any]], turn: Turn) -> None:
 
 
 def _message_of(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The last message, if it is of this role, or else a new one."""
+    """Return the last message if it has this role, else a new one."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": []})
     return messages[-1]

@@ -13,10 +13,10 @@ from protocol.anthropic.messages import CountTokensRequest, MessagesRequest, err
 from protocol.anthropic.output import MessageBodyWriter, MessageStreamWriter
 from protocol.body import page_size
 from protocol.errors import ApiError, shown
-from protocol.operations import CountingRoute, Dialect, GenerationRoute
+from protocol.operations import Dialect, GenerationRoute
 
 # --------------------------------------------------------------------------------------------------------------- models
-# GET /v1/models and /v1/models/{id}, as Anthropic's clients read them.
+# GET /v1/models and /v1/models/{id} for Anthropic's clients.
 
 
 DEFAULT_LISTED = 20
@@ -26,7 +26,7 @@ _CURSORS = ("after_id", "before_id")
 
 
 def model_info(name: str, *, created: int, max_model_len: int) -> dict[str, Any]:
-    """One model. Prompt and answer share the context of `max_model_len` tokens, so it is the limit of either."""
+    """Return one model. Prompt and answer share the context of `max_model_len` tokens, so each is limited to it."""
     return {
         "type": "model",
         "id": name,
@@ -43,9 +43,9 @@ def model_info(name: str, *, created: int, max_model_len: int) -> dict[str, Any]
 
 
 def model_page(infos: Sequence[dict[str, Any]], query: Mapping[str, Sequence[str]]) -> bytes:
-    """A page of models: `limit` of them after the one named by `after_id`, or before `before_id`; those of `lifecycle`.
+    """Return a page of models: `limit` of them after `after_id` or before `before_id`, with this `lifecycle`.
 
-    Raises `ApiError` 400 for a query that is not that.
+    Raises `ApiError` 400 for a wrong query.
     """
     limit = page_size(query.get("limit", (str(DEFAULT_LISTED),))[-1], MAX_LISTED)
     if len(given := [name for name in _CURSORS if name in query]) > 1:
@@ -118,9 +118,7 @@ ANTHROPIC = Dialect(
     root="/v1/messages",
     retired=("/v1/complete",),
     generation=(_MESSAGES,),
-    counting=(
-        CountingRoute(path="/v1/messages/count_tokens", summary="Count its tokens.", request=CountTokensRequest),
-    ),
+    counting={"/v1/messages/count_tokens": CountTokensRequest},
     error_body=error_body,
     error_answer=AnthropicError,
     request_id_header=b"request-id",

@@ -31,10 +31,8 @@ from protocol.tools.unsupported import LeftOut, Unserved, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 # ---------------------------------------------------------------------------------------------------------------- tools
-# Tools of a request: the client's own, and those that it runs in a form which Anthropic has fixed.
-#
-# A model of Anthropic's knows the latter by heart; ours are told of functions of the same names, with the same inputs.
-# So their calls come back as `tool_use` like all others.
+# The client's own tools, and those that it runs in a form which Anthropic has fixed. Anthropic's models know the
+# latter; others are shown functions of the same names and inputs, so all calls come back as `tool_use`.
 
 
 class Tool(ClientModel):
@@ -48,7 +46,7 @@ class Tool(ClientModel):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The tool in chat's form."""
+        """Return the tool in chat's form."""
         function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": function | {"parameters": self.input_schema}}
 
@@ -57,14 +55,14 @@ _TYPE = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 
 
 class FixedTool(ClientModel):
-    """A shell, an editor or a memory, of whatever version."""
+    """A shell, an editor or a memory, of any version."""
 
     type: str
     name: str | None = None
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The tool in chat's form."""
+        """Return the tool in chat's form."""
         found = _TYPE.fullmatch(self.type)
         assert found is not None
         is_old = found[1] == "text_editor" and found[2] < "20250429"
@@ -91,7 +89,7 @@ MIN_THINKING = 1024  # tokens
 
 
 class MessagesChat(TranslatedChat):
-    """The chat request that a messages request means."""
+    """The chat request made from a messages request."""
 
     client_names: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
@@ -117,7 +115,7 @@ class MessagesChat(TranslatedChat):
 
 
 class ToolChoice(ClientModel):
-    """Whether tools may or must be called."""
+    """The choice between tools and text."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -130,14 +128,14 @@ class ToolChoice(ClientModel):
         return self
 
     def for_chat(self) -> str | dict[str, Any]:
-        """The choice in chat's form."""
+        """Return the choice in chat's form."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(ClientModel):
-    """Whether the model thinks before it answers, and whether the client sees it."""
+    """The model's thinking before its answer, and its display."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=MIN_THINKING)
@@ -158,17 +156,16 @@ class OutputFormat(ClientModel):
 
 
 class OutputConfig(ClientModel):
-    """How the answer is to be made."""
+    """The effort and the format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensRequest(DialectRequest):
-    """The body of POST /v1/messages/count_tokens: what of a messages request makes its prompt.
+    """The body of POST /v1/messages/count_tokens: the fields of a messages request that make its prompt.
 
-    `metadata`, `cache_control` and `service_tier` are accepted without effect; of other fields that this server does
-    not know, such as `context_management`, a header warns.
+    `metadata`, `cache_control` and `service_tier` are accepted without effect.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -182,17 +179,17 @@ class CountTokensRequest(DialectRequest):
     ] = Field(min_length=1, examples=[[{"role": "user", "content": "What is a headrace?"}]])
     system: Text | None = None
     tools: Tools = Field(default_factory=list)
-    mcp_servers: Annotated[list[Any], at_most(MAX_TOOLS, "servers")] = Field(default_factory=list)  # nobody asks them
-    container: Any = None  # nobody runs its code
+    mcp_servers: Annotated[list[Any], at_most(MAX_TOOLS, "servers")] = Field(default_factory=list)  # without effect
+    container: Any = None  # without effect
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # where `output_config.format` was at first
+    output_format: OutputFormat | None = None  # the older name of `output_config.format`
 
     @model_validator(mode="before")
     @classmethod
     def _has_the_whole_conversation(cls, data: Any) -> Any:
-        # The SDK's tool runner asks whoever it talks to for one; without this its second turn would come alone.
+        # The SDK's tool runner asks for a thread; if that were accepted, it would send its second turn alone.
         if isinstance(data, dict) and data.get("thread") is not None:
             message = "thread is not supported by this server, which keeps no messages; send all of them instead."
             raise InvalidRequest(message, param="thread", code=THREADS_UNSUPPORTED)
@@ -216,7 +213,6 @@ class CountTokensRequest(DialectRequest):
         return chat_request(MessagesChat, self.chat_fields())
 
     def chat_fields(self) -> dict[str, Any]:
-        """This request's fields as chat's."""
         messages = chat_messages(self.messages)
         if not messages:
             raise InvalidRequest("messages must have content: all of their blocks are missing.", param="messages")
@@ -274,11 +270,10 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the client wants to read what the model thinks; without it, a block tells that it did."""
+        """True if the client wants to read the thoughts; otherwise an empty block stands for them."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     def chat_fields(self) -> dict[str, Any]:
-        """This request's fields as chat's."""
         return {**super().chat_fields(), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 
@@ -297,19 +292,19 @@ _TYPES = {
 }
 
 THREADS_UNSUPPORTED = "thread_unsupported_request"
-"""The code of a refusal at which Anthropic's SDKs send the whole conversation instead."""
+"""The code of the refusal after which Anthropic's SDKs send the whole conversation."""
 
-_CODES = (THREADS_UNSUPPORTED,)  # those of ours that are Anthropic's, too
+_CODES = (THREADS_UNSUPPORTED,)  # codes of ours that Anthropic has, too
 
 
 def envelope(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """The error in Anthropic's words. It has no place for `param`; the message names the field."""
+    """Return the error in Anthropic's form. It has no place for `param`; the message names the field."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told = {"type": kind, "message": error.message}
+    said = {"type": kind, "message": error.message}
     details = {"details": {"error_code": error.code}} if error.code in _CODES else {}
-    return {"type": "error", "error": {**told, **details}, "request_id": request_id}
+    return {"type": "error", "error": {**said, **details}, "request_id": request_id}
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> bytes:
-    """The envelope as JSON."""
+    """Return the envelope as JSON."""
     return orjson.dumps(envelope(error, request_id))

@@ -1,8 +1,8 @@
 """Answers of POST /v1/messages: one message, or its events.
 
-A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers read the same parts of
-the text (`protocol.syntax.message_parts`), so a streamed and a whole answer are the same message. A call that is cut
-off is the exception: a stream has announced it as a call, a whole message has it as text.
+A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers read the same parts
+(`protocol.syntax.message_parts`), so a streamed and a whole answer are the same message. The exception is a call that
+is cut off: a stream has announced it, a whole message has it as text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MessageStreamWriter:
 
     def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
         self._head = answer.head
-        self._request_id = answer.request_id  # told by errors
+        self._request_id = answer.request_id  # for errors
         self._parser = answer.parser()
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
@@ -60,7 +60,6 @@ class MessageStreamWriter:
         return b"".join(frames)
 
     def finish_stream(self) -> bytes:
-        """The events after the last block's last delta."""
         assert self._last is not None
         frames = [] if self._blocks else self._begin(ContentDelta, {"type": "text", "text": ""})
         frames += self._close()
@@ -133,7 +132,6 @@ class MessageBodyWriter:
         self._parts += self._parser.read(output)
 
     def body(self) -> bytes:
-        """The response body."""
         assert self._last is not None
         message = _message(self._head, self._blocks(), _usage(self._last, self._parser))
         return orjson.dumps(message | _stop(self._last, self._parser, self._max_tokens))
@@ -175,8 +173,8 @@ def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) ->
 
 
 def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict[str, Any]:
-    """Return why the message ends. An abort by the operator, and an end within a call, become `max_tokens`: the answer
-    is cut off, and Anthropic has no word that says by whom."""
+    """Return the reason for the message's end. An abort by the operator and an end within a call become
+    `max_tokens`."""
     if output.finish_reason is FinishReason.LENGTH and output.num_output_tokens != max_tokens:
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if output.finish_reason is not FinishReason.STOP or parser.cut_calls:
@@ -189,7 +187,7 @@ def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict
 
 
 def _usage(output: RequestOutput, parser: MessageParser, *, output_tokens: int | None = None) -> dict[str, Any]:
-    """Token counts. `input_tokens` are those that no cache had: the three inputs together are the prompt."""
+    """Return the token counts. `input_tokens` are those that no cache had: the three inputs add up to the prompt."""
     thinking = parser.num_reasoning_tokens
     return {
         "input_tokens": output.num_prompt_tokens - output.num_cached_tokens,

@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's whole answers; see `protocol.answers`. Fields are written in the order in which they stand."""
+"""The shapes of OpenAI's whole answers. Writers set the fields; the rest is null."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompletionTokensDetails(Answer):
 
 
 class Usage(Answer):
-    """Tokens of one request."""
+    """The tokens of one request."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: the request, its messages, and how its answers are spelled.
+"""POST /v1/chat/completions: the request, its messages, and the form of its answers.
 
-Content parts are text; other types are refused by name, or left out of what a tool has answered. Parts are joined with
-a line break, as in vLLM, because chat templates of text models want one string; those that want parts get them.
+Content parts are text; other types are refused by name, or left out of a tool's result. Parts are joined with a line
+break, as in vLLM, unless the chat template reads parts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from protocol.syntax.message_syntax import MessageSyntax
 from protocol.tools.kinds import CustomTool, ToolUse
 from protocol.tools.unsupported import LeftOut, Unread, types_of
 
-# Of a template: a request cannot set them on the side.
+# Variables of the template that chat_template_kwargs cannot set.
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 MAX_MESSAGES = 16384
@@ -63,7 +63,7 @@ class TextPart(ClientModel):
 
 
 class RefusalPart(ClientModel):
-    """The words in which the assistant has refused."""
+    """The text of an assistant's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -115,21 +115,21 @@ class ChatMessage(ClientModel):
         return value
 
     def text(self) -> str:
-        """The content as one string."""
+        """Return the content as one string."""
         content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 
     def parts(self) -> list[dict[str, Any]]:
-        """The content as parts of text, at least one."""
+        """Return the content as parts of text, at least one."""
         given = self.content or self.refusal or ""
         content = [given] if isinstance(given, str) else [part.text for part in given]
         return [{"type": "text", "text": text} for text in filter(None, content)] or [{"type": "text", "text": ""}]
 
     def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:
-        """The message as chat templates read it: content is one string or a list of parts, absent keys are absent."""
+        """Return the message in the form of chat templates: content is a string or parts, absent keys are absent."""
         thought = self.reasoning or self.reasoning_content
         role, call_id, calls = self.role, self.tool_call_id, self.tool_calls
-        # Templates know tools and their calls, but no functions: a call and its result share the function's name.
+        # Templates know tools, but no functions: a call and its result get an id made of the function's name.
         if role == "function":
             role, call_id = "tool", f"call_{self.name}"
         if self.function_call is not None and not calls:
@@ -160,7 +160,7 @@ CHAT = WireFormat(
 
 
 class ConversationFields(RequestFields):
-    """The fields about the conversation and the model's thoughts that every dialect has under the same names."""
+    """The fields of conversations and reasoning that every dialect has under the same names."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool = True
@@ -216,7 +216,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     parallel_tool_calls: bool = True
     functions: Functions | None = None  # tools in their old form
     function_call: FunctionCall | None = None
-    web_search_options: dict[str, Any] | None = None  # nobody searches
+    web_search_options: dict[str, Any] | None = None  # left out, as tools that search
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -233,7 +233,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         check_tool_choice(*self._tools, self._tool_fields)
         if self.tool_use is not None and self.tool_use.choice == "required":
             check_demanded_grammars(self.tool_use, self._tool_fields)
-        # A response format is about answers in words, which there is none of then; other grammars are about all text.
+        # A response format applies to an answer in words, which a demanded call replaces; other grammars to all text.
         grammars = self.grammars_asked_for.keys() - {"response_format"}
         if grammars and self.tool_use is not None and self.tool_use.choice == "required":
             name = min(grammars)
@@ -267,7 +267,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
-        """What may and must be called; None if nothing."""
+        """The tools that may be called; None if there are none."""
         tools, choice = self._tools
         return tool_use(tools, choice, parallel=self.parallel_tool_calls and self.functions is None)
 
@@ -281,15 +281,15 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
 
     @property
     def _tools(self) -> tuple[Sequence[AnyTool], Choice | None]:
-        """Tools and choice, in whatever form they came."""
+        """Tools and choice, which may have come as functions."""
         if self.functions is None:
             return self.tools, self.tool_choice
         return tools_of(self.functions, self.function_call)
 
     def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
-        """A call that is required is a grammar, and tags that are special tokens have to be in the text.
+        """Make a demanded call a grammar, and let the text have tags that are special tokens.
 
-        Stop strings are about words: one that cut a demanded call off would leave half of its arguments.
+        Stop strings do not apply to a demanded call, because they would cut its arguments off.
         """
         is_required = self.tool_use is not None and self.tool_use.choice == "required"
         return structs.replace(
@@ -339,11 +339,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         )
 
     def messages_for_template(self, *, as_parts: bool = False) -> list[dict[str, Any]]:
-        """The conversation as `ChatTemplate` takes it: see its `takes_parts`."""
+        """Return the conversation for `ChatTemplate`; see its `takes_parts`."""
         return [message.for_template(as_parts=as_parts) for message in self.messages]
 
     def template_variables(self) -> dict[str, Any]:
-        """What else the client gives the template, as vLLM does: effort `none` also turns thinking off."""
+        """Return the client's variables for the template. As in vLLM, effort `none` also turns thinking off."""
         variables = dict(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)

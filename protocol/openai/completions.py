@@ -1,4 +1,4 @@
-"""POST /v1/completions: the request, its prompts, and how its answers are spelled.
+"""POST /v1/completions: the request, its prompts, and the form of its answers.
 
 Several prompts make one response; choice `i` of prompt `p` has index `p * n + i`, in streams too.
 """
@@ -54,7 +54,7 @@ Prompts = Sequence[str | list[int]]
 
 
 def prompt_list(prompt: Prompt, param: str) -> Prompts:
-    """The prompts of a field that takes one or several. Raises `InvalidRequest` if there is none, or an empty one."""
+    """Return the prompts of a field for one or several. Raises `InvalidRequest` for none or an empty one."""
     one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     prompts = cast("Prompts", [prompt] if one else prompt)
     if not prompts or not all(prompts):

@@ -1,4 +1,4 @@
-"""The dialect's record and the models list."""
+"""The dialect's record, and the error of an unknown model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMPLETIONS = GenerationRoute(
 )
 _EMBEDDINGS = "Texts to vectors: pooled hidden states of the served model."
 
-# What it may be is not said, because other clients' are not looked at.
+# Without their types, because the values of other clients are not read.
 _PAGE = {
     "limit": {"description": "With the header anthropic-version: models of a page, 1 to 1000."},
     "after_id": {"description": "With the header anthropic-version: the model before the page."},
@@ -50,15 +50,11 @@ OPENAI = Dialect(
 )
 
 
-# --------------------------------------------------------------------------------------------------------------- models
-# The 404 of GET /v1/models/{id} and of requests.
-
-
 _MAX_SHOWN = 64  # characters of an unknown name that come back
 
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:
-    """404 for a request that names a model which is not `served`."""
+    """Return the 404 of a request for a model that is not `served`."""
     shown = name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + "…"
     return ApiError(
         404,

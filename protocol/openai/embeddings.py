@@ -1,6 +1,6 @@
-"""POST /v1/embeddings: inputs to vectors, made from the hidden states of the served model.
+"""POST /v1/embeddings: vectors of inputs, from the hidden states of the served model.
 
-The engine pools; here the vectors are cut to the dimensions asked for, brought to length 1, and written.
+The engine pools. Here vectors are cut to the requested dimensions, brought to length 1, and written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessag
 from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
 from protocol.openai.generation import GenerationRequest
 from protocol.openai.output import UsageMeter
-from protocol.request_fields import MAX_PRIORITY, CacheSalt, RequestId, TruncatedPrompt
+from protocol.request_fields import EngineRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PrefillRequest(GenerationRequest):
-    """What the engine is asked for: to compute the inputs, and nothing more."""
+    """The request to the engine: compute the inputs and generate nothing."""
 
     prompt_field: ClassVar[str] = "input"
 
@@ -47,12 +47,12 @@ class PrefillRequest(GenerationRequest):
 
 
 class ConversationPrefill(PrefillRequest):
-    """The prefill of a conversation, whose errors name `messages`."""
+    """The prefill of a conversation: errors name `messages`."""
 
     prompt_field: ClassVar[str] = "messages"
 
 
-class EmbeddingRequest(TruncatedPrompt):
+class EmbeddingRequest(EngineRequest):
     """The body of POST /v1/embeddings. `dimensions` None means all that the model has.
 
     A request has `messages` or `input`, as in vLLM; the chat template makes one text of `messages`.
@@ -65,17 +65,12 @@ class EmbeddingRequest(TruncatedPrompt):
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     pooling: Literal["mean", "last"] | None = None  # None: as the server is set
     prompt_name: str | None = None  # one of the prompts in the model's files
     normalize: bool = True
     add_special_tokens: bool = True
-    cache_salt: CacheSalt | None = None
-    request_id: RequestId | None = None
-    timeout: float | None = Field(default=None, gt=0)
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     @model_validator(mode="after")
     def _inputs_can_run(self) -> Self:
@@ -92,7 +87,7 @@ class EmbeddingRequest(TruncatedPrompt):
         return self
 
     def conversation(self) -> ChatCompletionRequest | None:
-        """Return the chat request whose prompt is the text; None if there is an `input`."""
+        """Return the chat request that makes the text from `messages`; None if there is an `input`."""
         if self.messages is None:
             return None
         names = ChatCompletionRequest.model_fields.keys() & self.model_fields_set

@@ -1,7 +1,7 @@
-"""The request fields that chat and completions share, their way to `SamplingParams` and to an answer.
+"""The request fields that chat and completions share, and the sampling parameters and answers made of them.
 
-Types are checked here, ranges in `SamplingParams.check`, once for all wire formats and the offline API. What differs
-between the two endpoints (where max_tokens and logprobs come from, what the fields are called) they override.
+Types are checked here, ranges in `SamplingParams.check`, once for all dialects and the library. The endpoints override
+what differs: the fields of max_tokens and logprobs, and their names.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ StopStrings = Annotated[
 
 
 def _larger(first: int | None, second: int | None) -> int | None:
-    """The larger of two fields that ask for log-probabilities."""
+    """Return the larger of two numbers of log-probabilities."""
     if first is None or second is None:
         return second if first is None else first
     return ALL_LOGPROBS if ALL_LOGPROBS in (first, second) else max(first, second)
 
 
 class StreamOptions(ClientModel):
-    """`include_obfuscation` is accepted as an unknown field: it would pad chunks, and ours are not padded."""
+    """Options of a stream. `include_obfuscation` is an unknown field, because chunks are not padded."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -58,7 +58,7 @@ def _shared_with_sampling(request: type[GenerationRequest]) -> tuple[str, ...]:
 
 
 class GenerationRequest(RequestFields, StructuredOutputFields):
-    """What chat and completions requests have in common."""
+    """The fields that chat and completions requests share."""
 
     wire: ClassVar[WireFormat]
     prompt_field: ClassVar[str]
@@ -116,25 +116,27 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return [self]
 
     def check_template_kwargs(self, allowed: Collection[str]) -> None:
-        """Raise `InvalidRequest` for a variable of the template that the operator does not let clients set."""
+        """Raise `InvalidRequest` for a variable of the template that clients may not set."""
 
     def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
-        """`sampling`, with what the served model's syntax adds for a prompt that ends with `prompt_end`."""
+        """Return `sampling` with the additions of the model's syntax for a prompt that ends with `prompt_end`."""
         return sampling
 
     def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
-        """How the answer is read, if the prompt ends with `prompt_end`: as nothing but text, unless it is a message."""
+        """Return how to read the answer to a prompt that ends with `prompt_end`: as text, unless it is a message."""
         return MessageFormat()
 
     @property
     def begins_message(self) -> bool:
-        """True if the answer begins a new message; false if it continues the prompt's text."""
+        """True if the answer begins a message, false if it continues the prompt's text."""
         return False
 
     def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
-        """Raise `InvalidRequest` if the log-probabilities of prompts of these lengths, or of the tokens generated after
-        them, would take too much memory. One choice that fills the context is always allowed, unless it asks for
-        the whole vocabulary."""
+        """Raise `InvalidRequest` if the log-probabilities of these prompts or of their answers would take too much
+        memory.
+
+        One choice that fills the context is always allowed, unless it asks for the whole vocabulary.
+        """
         likely = _larger(self.prompt_logprobs, self._echo_logprobs())
         if likely is not None:
             per_token = vocab_size if likely == ALL_LOGPROBS else likely + 1
@@ -165,17 +167,20 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
             )
 
     def answer_room(self, max_model_len: int) -> int:
-        """How much of the context a prompt that is cut to fit leaves to the answer: as much as the client asks for, but
-        not more than half, because many ask for more than any context holds."""
+        """Return how many tokens of the context a truncated prompt leaves to the answer: as many as the client asks
+        for.
+
+        The limit is half of the context, because many clients ask for more than any context holds.
+        """
         return max(1, min(self._max_tokens()[1] or 1, max_model_len // 2))
 
     @property
     def answers_in_old_form(self) -> bool:
-        """Whether a call is told as `function_call`, as before there were tools."""
+        """True if a call is written as `function_call`, the form before tools."""
         return False
 
     def prompt_parts(self, prompts: Sequence[list[int]], decode: Callable[[list[int]], str]) -> PromptParts | None:
-        """What the answer repeats of these prompts; None if nothing. `decode` turns token ids into text."""
+        """Return what the answer repeats of these prompts, None for nothing. `decode` turns token ids into text."""
         if not self.echo and not self.return_token_ids and self.prompt_logprobs is None:
             return None
         return PromptParts(
@@ -187,13 +192,13 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         )
 
     def echo_texts(self, decode: Callable[[list[int]], str], prompts: Sequence[list[int]]) -> list[str]:
-        """The text that `echo` puts before the answer to each prompt."""
+        """Return the text that `echo` puts before the answer to each prompt."""
         raise NotImplementedError
 
     def to_sampling_params(self, vocab_size: int) -> SamplingParams:
-        """The decoding knobs, checked. Raises `InvalidRequest` whose message and param use this endpoint's names.
+        """Return the checked sampling parameters. Raises `InvalidRequest` with this endpoint's names of fields.
 
-        `max_tokens` None is left None: the room that the prompt leaves is for the caller to know.
+        `max_tokens` None stays None; the caller knows how much of the context the prompt leaves.
         """
         name, max_tokens = self._max_tokens()
         least = 0 if self.may_generate_nothing else 1
@@ -223,7 +228,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return params
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
-        """The engine's refusal of this request, with the fields called what this client calls them."""
+        """Return the engine's refusal of this request with the client's names of the fields."""
         names = {
             "max_tokens": self._max_tokens()[0],
             "logprobs": self._logprobs()[0],
@@ -237,25 +242,25 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 
     @property
     def may_generate_nothing(self) -> bool:
-        """Whether an answer without a generated token tells something."""
+        """True if an answer without a generated token has a use."""
         return False
 
     def _echo_logprobs(self) -> int | None:
-        """How many likely tokens to tell with each echoed token; None: no log-probabilities of them."""
+        """Return the number of likely tokens with each echoed token; None for no log-probabilities."""
         return None
 
     def _max_tokens(self) -> tuple[str, int | None]:
-        """The limit on generated tokens and the name of the field that it came from."""
+        """Return the limit on generated tokens, after the name of its field."""
         return "max_tokens", self.max_tokens
 
     def _logprobs(self) -> tuple[str, int | None]:
-        """`SamplingParams.logprobs` and the name of the field that it came from."""
+        """Return `SamplingParams.logprobs`, after the name of its field."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How one endpoint spells a choice.
+    """One endpoint's form of a choice.
 
     `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the finish
     reason, which has no text; `chunk_text` and `full_text` put text in a chunk and in a `choice` of a `whole` response.

@@ -1,9 +1,7 @@
 """Log-probabilities of chat and completions, and long lists in slices.
 
-A writer turns what one `RequestOutput` brought into one JSON-ready object. Writers are per choice and fed in order,
-because text offsets run on from chunk to chunk.
-
-JSON has no infinity, and orjson would write null, so log-probabilities end at -9999.0 as in vLLM.
+A writer turns the tokens of one `RequestOutput` into one object for JSON. It serves one choice and is called in order,
+because text offsets continue from chunk to chunk. Log-probabilities end at -9999.0, as in vLLM: JSON has no infinity.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ LogprobsWriter = Callable[[Sequence[TokenLogprobs]], dict[str, Any]]
 
 LOWEST_LOGPROB = -9999.0
 
-# Instead of a rank: the first token of an echoed prompt, of which nothing is known. A hidden one, such as the BOS token
-# before a text, has no characters in the echoed text.
+# Ranks of the first token of an echoed prompt, which has no log-probability. A hidden one, such as the BOS token, has
+# no characters in the echoed text.
 FIRST_SHOWN = 0
 FIRST_HIDDEN = -1
 
@@ -53,11 +51,10 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """Writes `{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`, four arrays with an entry per token.
 
-    `text_offset` counts characters of the answer's text before the token: a character belongs to the token that holds
-    its first byte, and bytes that are no UTF-8 are the replacement characters that the text has for them. Tokens of
-    `hidden_ids` have no text, unless they are among the `num_echoed` tokens of an echoed prompt. A token that is not
-    whole UTF-8 is written as ``bytes:\\xe2\\x80``, OpenAI's spelling, because the replacement character would make
-    different tokens the same key of `top_logprobs`. The first token of an echoed prompt has nulls.
+    `text_offset` counts characters of the answer before the token: a character belongs to the token with its first
+    byte, and bytes that are no UTF-8 count as the text's replacement characters. Tokens of `hidden_ids` have no text,
+    unless they are among the `num_echoed` tokens of an echoed prompt, of which the first has nulls. A token that is not
+    whole UTF-8 is written as ``bytes:\\xe2\\x80``, as by OpenAI, because keys of `top_logprobs` must differ.
     """
 
     def __init__(
@@ -103,17 +100,17 @@ class CompletionLogprobs:
 
 
 def token_name(token_id: int) -> str:
-    """A token by its id, for clients that ask for it so: no two are spelled alike."""
+    """Return a token's id as its text, for clients that ask for it: no two are spelled alike."""
     return f"token_id:{token_id}"
 
 
 def finite(logprob: float) -> float:
-    """What JSON can hold of it."""
+    """Return a log-probability that JSON can hold."""
     return max(LOWEST_LOGPROB, logprob)  # in this order NaN gives the lowest too
 
 
 def spelled(raw: bytes) -> str:
-    """A token as text; where it is not whole characters, its bytes."""
+    """Return a token as text; where it is not whole characters, its bytes."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -121,7 +118,7 @@ def spelled(raw: bytes) -> str:
 
 
 def most_likely(position: TokenLogprobs) -> list[tuple[int, float]]:
-    """All that was asked for: `top`, or it made of `every`, which takes milliseconds and megabytes."""
+    """Return all requested tokens: `top`, or, in milliseconds and megabytes, `every` in order."""
     if position.every is None:
         return position.top
     import numpy as np  # here, because the server answers before it needs them
@@ -132,18 +129,18 @@ def most_likely(position: TokenLogprobs) -> list[tuple[int, float]]:
 
 
 # --------------------------------------------------------------------------------------------------------- prompt parts
-# What an answer may repeat of its prompt: echoed text, token ids, log-probabilities.
+# The parts of a prompt that its answer repeats: echoed text, token ids, log-probabilities.
 #
-# Echo is done to the first output of each choice, before anything else sees it: the prompt's text and log-probabilities
-# come first in it, as if they had been generated. So streams and whole answers cannot differ in it.
+# Echo changes the first output of each choice before it is read: the prompt's text and log-probabilities come first, as
+# if they had been generated. So streams and whole answers agree.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptParts:
-    """What a client wants to see of its prompts again.
+    """The parts of the prompts that the answer repeats.
 
-    `echo` is the text that goes before the answer to each prompt, `echo_logprobs` how many likely tokens to show with
-    each echoed one (None: no log-probabilities). `prompt_logprobs` is the request's field of that name.
+    `echo` is the text before the answer to each prompt, `echo_logprobs` the number of likely tokens with each echoed
+    one (None: no log-probabilities). `prompt_logprobs` is the request's field of that name.
     """
 
     token_ids: Sequence[list[int]]
@@ -153,7 +150,7 @@ class PromptParts:
     return_token_ids: bool = False
 
     def begin(self, output: RequestOutput, prompt: int, token_bytes: TokenBytes) -> RequestOutput:
-        """The first output of a choice of this prompt, with the prompt before it."""
+        """Return the first output of a choice of this prompt, with the prompt before it."""
         if self.echo is None:
             return output
         text, logprobs = self.echo[prompt], output.logprobs
@@ -166,8 +163,11 @@ class PromptParts:
         return msgspec.structs.replace(output, text=text + output.text, logprobs=logprobs)
 
     def logprobs_of(self, entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
-        """Some of the `prompt_logprobs` of an answer, which begin with null for the first token: objects
-        `{token id: {logprob, rank, decoded_token}}` with the prompt's own token and the most likely ones."""
+        """Return entries of `prompt_logprobs`, which begin with null for the first token, in the answer's form.
+
+        They are objects `{token id: {logprob, rank, decoded_token}}` of the prompt's own token and the most likely
+        ones.
+        """
         assert self.prompt_logprobs is not None
         parts: list[dict[str, Any]] = []
         for entry in entries:
@@ -197,16 +197,15 @@ def _first(likely: list[tuple[int, float]], count: int) -> list[tuple[int, float
 # ----------------------------------------------------------------------------------------------------------- long lists
 # Long lists of an answer as JSON, a piece at a time.
 #
-# The objects of a hundred thousand log-probabilities, made all at once, are a hundred megabytes and long pauses: to
-# write them is one call that keeps the interpreter's lock, and the garbage collector visits them again and again. So
-# only those of a few hundred positions are there at a time, and what is kept of them is their JSON.
+# The objects of a hundred thousand log-probabilities are a hundred megabytes; writing them in one call keeps the GIL,
+# and the garbage collector visits them again and again. So only a few hundred positions are objects at a time.
 
 
 PIECE = 256  # positions
 
 
 def pieces(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
-    """`entries`, cut; one by one if they are of the whole vocabulary."""
+    """Yield pieces of `entries`: single ones if they are of the whole vocabulary."""
     piece = PIECE if not entries or entries[-1].every is None else 1
     for begin in range(0, len(entries), piece):
         yield entries[begin : begin + piece]
@@ -218,7 +217,7 @@ def joined(lists: Iterable[Sequence[Any]]) -> msgspec.Raw:
 
 
 def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """What `write` makes of the entries, fed piece by piece: an object whose lists are joined."""
+    """Return what `write` makes of the entries: objects of pieces, with their lists joined."""
     if len(entries) <= PIECE and not (entries and entries[-1].every is not None):
         return write(entries)
     whole: dict[str, Any] = {}
@@ -232,7 +231,7 @@ def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str
 
 
 def entries_of(values: Sequence[Any]) -> bytes:
-    """The JSON of a list, without its brackets."""
+    """Return the JSON of a list, without its brackets."""
     return orjson.dumps(values)[1:-1]
 
 

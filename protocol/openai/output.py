@@ -1,8 +1,7 @@
 """Answers of chat and completions: chunks, messages and usage.
 
-The two differ in data, not in steps: a `WireFormat` says how a choice spells its text. `ChoicesStreamWriter` is on the
-per-token path: without logprobs and running usage, a chunk costs one `orjson.dumps` of its text between two byte
-strings made once per choice.
+`WireFormat` has their differences. `ChoicesStreamWriter` is on the path of every token: without logprobs and running
+usage, a chunk costs one `orjson.dumps` of its text between two byte strings that are made once per choice.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
-"""The API's words for ends that are answers. `abort` (the operator's, the client is still there) is vLLM's."""
+"""The API's words for ends that are answers. `abort`, by the operator, is vLLM's."""
 
 
 _NOTHING: Mapping[str, Any] = {}
@@ -44,9 +43,8 @@ _NOTHING: Mapping[str, Any] = {}
 class UsageMeter:
     """Token counts of one HTTP request: each prompt once, the completions of all choices.
 
-    `n` is the number of choices per prompt; the choices of several prompts are numbered one prompt after the other.
-
-    `prompt_tokens` says how long the prompts are, for a request that fails before its first output.
+    There are `n` choices per prompt; those of several prompts are numbered one prompt after the other. `prompt_tokens`
+    are the prompts' lengths, for a request that fails before its first output.
     """
 
     def __init__(self, n: int, prompt_tokens: Sequence[int] = ()) -> None:
@@ -57,17 +55,16 @@ class UsageMeter:
         self._reasoning: dict[int, int] = {}
 
     def add(self, output: RequestOutput) -> None:
-        """Take in the running totals of `output`; they replace the choice's earlier ones."""
+        """Replace the choice's totals by those of `output`."""
         if output.index not in self._completion:
             prompt = output.index // self._n
             self._prompt[prompt] = output.num_prompt_tokens
-            # The choices of a prompt share it through the prefix cache: only what the first one found was cached
-            # before.
+            # The choices of a prompt share it in the prefix cache: only the first one's hits were cached before.
             self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
         self._completion[output.index] = output.num_output_tokens
 
     def add_reasoning(self, index: int, num_tokens: int | None) -> None:
-        """Of a choice's tokens, how many are reasoning so far. None if that is not told apart."""
+        """Set the number of a choice's tokens that are reasoning so far; None if it is unknown."""
         if num_tokens is not None:
             self._reasoning[index] = num_tokens
 
@@ -106,14 +103,14 @@ class _ChoicesWriter:
         return None if self._answer.message_format.is_plain else self._answer.parser()
 
     def _of_prompt(self, index: int, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
-        """What the client wants to see again of a choice's prompt. `entries` are of all its tokens but the first."""
+        """Return what the client asked to repeat of a choice's prompt. `entries` are of its tokens after the first."""
         parts = self._parts
         found: dict[str, Any] = {}
         if self._has_token_ids:
             found["prompt_token_ids"] = self._answer.prompts[index // self._n]
         if parts is not None and parts.prompt_logprobs is not None:
-            told = (parts.logprobs_of(piece, self._answer.token_bytes) for piece in pieces(entries or ()))
-            found["prompt_logprobs"] = joined(chain([[None]], told))
+            shown = (parts.logprobs_of(piece, self._answer.token_bytes) for piece in pieces(entries or ()))
+            found["prompt_logprobs"] = joined(chain([[None]], shown))
         return found
 
     def _finish_reason(self, reason: FinishReason, parser: MessageParser | None) -> str:
@@ -121,18 +118,17 @@ class _ChoicesWriter:
         return "function_call" if word == "tool_calls" and self._in_old_form else word
 
     def _begin(self, output: RequestOutput) -> RequestOutput:
-        """The first output of a choice, after what is repeated of its prompt."""
+        """Return the first output of a choice, with the repeated parts of its prompt before it."""
         if self._parts is None:
             return output
         return self._parts.begin(output, output.index // self._n, self._answer.token_bytes)
 
 
 class ChoicesStreamWriter(_ChoicesWriter):
-    """Makes the event stream of one request.
+    """Writes the event stream of one request.
 
-    Each choice gets its opening chunk with its first output, one chunk per output that brings text or logprobs, and
-    one chunk with the finish reason and no text. With a message format that is not plain, text is read into the parts
-    of a message and each part is a chunk.
+    Each choice has an opening chunk with its first output, a chunk per output with text or logprobs, and one with the
+    finish reason and no text. With a message format that is not plain, each part of the message is a chunk.
     """
 
     def __init__(self, request: GenerationRequest, answer: AnswerContext) -> None:
@@ -150,7 +146,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
             self._meter.add(output)
             return choice.frame(output.text) if output.text else b""
         frames = []
-        of_prompt = _NOTHING  # goes into the first chunk of a choice
+        of_prompt = _NOTHING  # for the first chunk of a choice
         if choice is None:
             choice = self._choices[index] = self._open(index)
             of_prompt = self._of_prompt(index, output.prompt_logprobs)
@@ -176,19 +172,19 @@ class ChoicesStreamWriter(_ChoicesWriter):
         return b"".join(frames)
 
     def finish_stream(self) -> bytes:
-        """The usage chunk if the client asked for it, and `[DONE]`."""
+        """Return the usage chunk if the client asked for it, and `[DONE]`."""
         if not self._include_usage:
             return DONE
         return data_frame(encode(self._chunk([], self._meter.usage()))) + DONE
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
-        """An error frame with the usage so far, `unsent` included, and `[DONE]`."""
+        """Return an error frame with the usage so far, `unsent` included, and `[DONE]`."""
         for output in unsent:
             self._meter.add(output)
         return data_frame(encode({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
     def _message_parts(self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput) -> list[bytes]:
-        """A frame for each part of the message that `output` brings, the first one with its logprobs and token ids."""
+        """Return a frame for each part of the message in `output`, the first one with its logprobs and token ids."""
         parts = join(parser.read(output))
         self._meter.add_reasoning(output.index, parser.num_reasoning_tokens)
         match parts:
@@ -206,7 +202,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         return frames
 
     def _open(self, index: int) -> _StreamedChoice:
-        # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
+        # The place of the text is found in a real frame, so the fast path cannot differ from the other.
         hole = "\0"
         prefix, _, suffix = self._frame(index, self._wire.chunk_text(hole)).rpartition(orjson.dumps(hole))
         return _StreamedChoice(prefix, suffix, self._new_logprobs_writer(index), self._new_parser())
@@ -243,7 +239,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
 
 
 class ChoicesBodyWriter(_ChoicesWriter):
-    """Makes the whole response of one request that does not stream."""
+    """Writes the whole response of one request."""
 
     def __init__(self, request: GenerationRequest, answer: AnswerContext) -> None:
         super().__init__(request, answer)
@@ -272,7 +268,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
             choice.stop_reason = output.stop_reason
 
     def body(self) -> bytes:
-        """The response body, choices in the order of their index."""
+        """Return the response body, with choices in the order of their index."""
         indices = sorted(self._choices)
         of_prompt: Mapping[str, Any] = _NOTHING
         if not self._wire.prompt_in_choice and indices:
@@ -307,9 +303,9 @@ class ChoicesBodyWriter(_ChoicesWriter):
 
 
 def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:
-    """Return the `finish_reason` of a choice. It is `tool_calls` for calls, unless the client named the call.
+    """Return the `finish_reason` of a choice: `tool_calls` for calls, unless the client named the call.
 
-    If a call is cut off it is `length`, whatever ended the choice, because clients run the calls of other choices.
+    It is `length` if a call is cut off, because clients run the calls of other choices.
     """
     if reason is FinishReason.STOP and parser and parser.num_tool_calls:
         if parser.cut_calls:
@@ -320,13 +316,12 @@ def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str
 
 
 class _StreamedChoice(NamedTuple):
-    prefix: bytes  # of a frame with text only: everything before the text's JSON
+    prefix: bytes  # of a frame with only a text: the part before its JSON
     suffix: bytes
     write_logprobs: LogprobsWriter
     parser: MessageParser | None  # None: the text is content
 
     def frame(self, text: str) -> bytes:
-        """A frame with this text only."""
         return b"%b%b%b" % (self.prefix, orjson.dumps(text), self.suffix)
 
 
@@ -343,11 +338,11 @@ class _CollectedChoice:
 
 
 # -------------------------------------------------------------------------------------------------------------- message
-# The parts of a message in chat completions' spelling: one delta of a stream, and the whole message.
+# The parts of a message in chat's form: the delta of a stream, and the whole message.
 
 
 def delta(part: MessagePart) -> dict[str, Any]:
-    """`part` as the delta of a chunk: a call's id and name once, its arguments in pieces."""
+    """Return `part` as the delta of a chunk: a call's id and name once, its arguments in pieces."""
     match part:
         case ReasoningDelta(text):
             return {"reasoning": text, "reasoning_content": text}
@@ -362,7 +357,7 @@ def delta(part: MessagePart) -> dict[str, Any]:
 
 
 def in_old_form(fields: dict[str, Any]) -> dict[str, Any]:
-    """A delta or a message with its call, of which there is one at most, told as `function_call`."""
+    """Return a delta or a message with its only call as `function_call`."""
     others = {name: value for name, value in fields.items() if name != "tool_calls"}
     return {**others, "function_call": fields["tool_calls"][0]["function"]} if "tool_calls" in fields else fields
 
@@ -374,7 +369,7 @@ def _begun(start: ToolCallStart) -> dict[str, Any]:
 
 
 def message_fields(parts: Iterable[MessagePart]) -> dict[str, Any]:
-    """The fields of a whole message that `parts` fill. Content is null if there is none but calls or reasoning."""
+    """Return the fields of a message of these parts. Content is null if there are only calls or reasoning."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []

@@ -1,15 +1,15 @@
-"""The fields that ask for structured output, and the one grammar that they come to.
+"""The fields that ask for structured output, and their one grammar.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and the single fields of SGLang
-(`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) all mean the same few things. A request
-may use one of them. The exception are clients that send vLLM's new and old fields together: the new one holds.
+They are OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and the single fields of
+SGLang (`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`). A request may use one of them; clients
+that send vLLM's new and old fields together get the new one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
@@ -25,14 +25,14 @@ from protocol.syntax import grammars
 MAX_CHOICES = 4096
 MAX_TAGS = 128
 
-# What llguidance says of a schema that is right, but has keywords that it lacks.
+# In llguidance's refusals of valid schemas with keywords that it lacks.
 BEYOND_GRAMMARS = re.compile("Unimplemented|not supported|only supported|Unknown format|disjoint|registry")
 LEAVES_OUT = "keywords that no grammar enforces are left out, and the header x-headrace-warning names them."
 _OF_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.STRUCTURAL_TAG)
 
 
 def _from_json(value: Any) -> Any:
-    """Several clients send schemas as strings of JSON."""
+    """Decode a schema that a client sent as a string of JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -61,7 +61,7 @@ class NamedSchema(ClientModel):
 
 
 class TextFormat(ClientModel):
-    """Any text."""
+    """A format that allows any text."""
 
     type: Literal["text"]
 
@@ -107,7 +107,7 @@ class StructuralTagFormat(ClientModel):
         return self
 
     def grammar(self) -> StructuredOutput:
-        """The grammar that this describes."""
+        """Return the grammar that this describes."""
         tags = [grammars.Tag(entry.begin, entry.schema_, entry.end) for entry in self.structures]
         return grammars.tagged_json(tags, triggers=self.triggers)
 
@@ -116,7 +116,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | St
 
 
 class StructuredOutputs(ClientModel):
-    """vLLM's object: exactly one of the first six fields, and how JSON may be laid out."""
+    """vLLM's object: exactly one of the first six fields, and the layout of JSON."""
 
     json_: Schema | None = Field(default=None, alias="json")
     regex: Text | None = None
@@ -130,40 +130,53 @@ class StructuredOutputs(ClientModel):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        asked = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None, self.structural_tag)
-        if sum(value is not None for value in asked) != 1:
+        if len(self._asked) != 1:
             raise PydanticCustomError(
                 "rule", "must have exactly one of json, regex, choice, grammar, json_object and structural_tag"
             )
         return self
 
+    @property
+    def _asked(self) -> dict[str, Any]:
+        asked = {name: getattr(self, name) for name in ("regex", "choice", "grammar", "structural_tag")}
+        asked |= {"json": self.json_, "json_object": self.json_object or None}
+        return {name: value for name, value in asked.items() if value is not None}
+
     def to_structured_output(self) -> StructuredOutput:
-        """The grammar that this describes."""
-        if self.json_ is not None:
-            found = grammars.json_schema(self.json_)
-        elif self.choice is not None:
-            found = grammars.choice(self.choice)
-        elif self.structural_tag is not None:
-            found = self.structural_tag.grammar()
-        elif self.json_object:
-            found = _of(StructuredOutputKind.JSON_OBJECT, "")
-        elif self.regex is not None:
-            found = _of(StructuredOutputKind.REGEX, self.regex)
-        else:
-            found = _of(StructuredOutputKind.GRAMMAR, self.grammar or "")
+        """Return the grammar that this describes."""
+        ((kind, value),) = self._asked.items()
         return structs.replace(
-            found,
+            _MAKERS[kind](value),
             any_whitespace=not self.disable_any_whitespace,
             whitespace_pattern=self.whitespace_pattern,
             closed=self.disable_additional_properties,
         )
 
 
+def _of(kind: StructuredOutputKind, value: str) -> StructuredOutput:
+    return StructuredOutput(kind=kind, value=value)
+
+
+_MAKERS: Mapping[str, Callable[[Any], StructuredOutput]] = {
+    "json": grammars.json_schema,
+    "choice": grammars.choice,
+    "structural_tag": StructuralTagFormat.grammar,
+    "json_object": lambda asked: _of(StructuredOutputKind.JSON_OBJECT, ""),
+    "regex": partial(_of, StructuredOutputKind.REGEX),
+    "grammar": partial(_of, StructuredOutputKind.GRAMMAR),
+}
+_FIELDS = {
+    **dict.fromkeys(("guided_json", "json_schema"), "json"),
+    "guided_choice": "choice",
+    "guided_json_object": "json_object",
+    **dict.fromkeys(("guided_regex", "regex"), "regex"),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), "grammar"),
+}
 _OLDER = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object")
 
 
 class StructuredOutputFields(RequestBody):
-    """The part of a generation request that asks for structured output."""
+    """The fields of a generation request that ask for structured output."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -193,13 +206,13 @@ class StructuredOutputFields(RequestBody):
         return self
 
     def structured_output(self) -> tuple[str, StructuredOutput | None]:
-        """The grammar that the answer has to follow, and the name of the field that it came from."""
+        """Return the field that asks for a grammar, and the grammar."""
         for name, grammar in self.grammars_asked_for.items():
             return name, grammar
         return "response_format", None
 
     def advice_on(self, refusal: str) -> str:
-        """Return what to do about a schema that has to be enforced whole and cannot be."""
+        """Return advice about a schema that cannot be enforced whole, but has to be."""
         name, grammar = self.structured_output()
         if grammar is None or grammar.lenient or grammar.kind not in _OF_SCHEMAS or not BEYOND_GRAMMARS.search(refusal):
             return ""
@@ -213,7 +226,7 @@ class StructuredOutputFields(RequestBody):
 
     @cached_property
     def grammars_asked_for(self) -> dict[str, StructuredOutput]:
-        """By the names of the fields that ask for them; one at most."""
+        """The grammars by the fields that ask for them; at most one in a checked request."""
         found = self._grammars()
         return found if self.structured_outputs is None else {k: v for k, v in found.items() if k not in _OLDER}
 
@@ -230,24 +243,10 @@ class StructuredOutputFields(RequestBody):
                 found["response_format"] = tags.grammar()
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs.to_structured_output()
-        for name, schema in (("guided_json", self.guided_json), ("json_schema", self.json_schema)):
-            if schema is not None:
-                found[name] = grammars.json_schema(schema)
-        if self.guided_choice is not None:
-            found["guided_choice"] = grammars.choice(self.guided_choice)
-        if self.guided_json_object:
-            found["guided_json_object"] = _of(StructuredOutputKind.JSON_OBJECT, "")
-        for name, pattern in (("guided_regex", self.guided_regex), ("regex", self.regex)):
-            if pattern is not None:
-                found[name] = _of(StructuredOutputKind.REGEX, pattern)
-        for name, text in (("guided_grammar", self.guided_grammar), ("grammar", self.grammar), ("ebnf", self.ebnf)):
-            if text is not None:
-                found[name] = _of(StructuredOutputKind.GRAMMAR, text)
+        for name, kind in _FIELDS.items():
+            if (value := getattr(self, name)) is not None and (value or kind != "json_object"):
+                found[name] = _MAKERS[kind](value)
         if self.guided_whitespace_pattern is not None:
             pattern = self.guided_whitespace_pattern
             return {name: structs.replace(grammar, whitespace_pattern=pattern) for name, grammar in found.items()}
         return found
-
-
-def _of(kind: StructuredOutputKind, value: str) -> StructuredOutput:
-    return StructuredOutput(kind=kind, value=value)

@@ -1,6 +1,6 @@
-"""Tools in OpenAI's words: the request's definitions and choice, and the calls of earlier turns.
+"""OpenAI's tools: definitions and choice of a request, and the calls of earlier turns.
 
-Tools are functions and custom tools: others, which OpenAI runs itself, are left out of what the model sees.
+Tools are functions and custom tools; those that OpenAI runs itself are left out of what the model sees.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class ToolDefinition(ClientModel):
         return self.function.name
 
     def function_offered(self) -> Function:
-        """The tool in no wire format's words."""
+        """Return the tool independent of dialects."""
         return Function(**self.function.model_dump())
 
 
 class GrammarDefinition(ClientModel):
-    """What the text has to follow."""
+    """A grammar of the text."""
 
     syntax: Literal["lark", "regex"]
     definition: str = Field(min_length=1, max_length=MAX_PARAMETERS)
@@ -87,7 +87,7 @@ class CustomToolDefinition(ClientModel):
         return self.custom.name
 
     def function_offered(self) -> CustomTool:
-        """The tool in no wire format's words."""
+        """Return the tool independent of dialects."""
         tool = CustomTool(name=self.custom.name, description=self.custom.description)
         if isinstance(form := self.custom.format, GrammarFormat):
             return replace(tool, strict=True, **form.grammar.model_dump())
@@ -95,7 +95,7 @@ class CustomToolDefinition(ClientModel):
 
 
 class ToolName(ClientModel):
-    """A tool that must be called, or may be."""
+    """The name of a tool that must or may be called."""
 
     name: str
 
@@ -129,7 +129,7 @@ Tools = Annotated[
 
 
 class AllowedTools(ClientModel):
-    """Some of the tools; of the others the model is not told."""
+    """Some of the tools; the model is not shown the others."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[
@@ -161,16 +161,16 @@ def _arguments_text(arguments: Any) -> Any:
 
 
 class CalledFunction(ClientModel):
-    """What an earlier turn has called. `arguments` is JSON text; some clients send the object."""
+    """A function called in an earlier turn. `arguments` is JSON text; some clients send the object."""
 
     name: str
     arguments: Annotated[str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any])] = "{}"
 
     def for_template(self) -> dict[str, Any]:
-        """As templates read it: arguments are an object. What the model wrote wrongly stays the text that it is."""
+        """Return the call for templates: arguments are an object, or text if they are not JSON."""
         try:
             arguments = orjson.loads(self.arguments or "{}")
-            orjson.dumps(arguments)  # what is nested too deeply for that, a template cannot write either
+            orjson.dumps(arguments)  # a template cannot write what is nested too deeply either
         except (orjson.JSONDecodeError, orjson.JSONEncodeError):
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
@@ -184,7 +184,7 @@ class CalledTool(ClientModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates read it."""
+        """Return the call in the form of chat templates."""
         return {
             **({} if self.id is None else {"id": self.id}),
             "type": "function",
@@ -193,7 +193,7 @@ class CalledTool(ClientModel):
 
 
 class CustomCall(ClientModel):
-    """What an earlier turn has given to a custom tool."""
+    """The text for a custom tool in an earlier turn."""
 
     name: str
     input: str = ""
@@ -207,7 +207,7 @@ class CalledCustomTool(ClientModel):
     custom: CustomCall
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates read it: a function's, as the model has made it."""
+        """Return the call in the form of chat templates: a function's, as the model wrote it."""
         function = {"name": self.custom.name, "arguments": {INPUT: self.custom.input}}
         return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
 
@@ -228,7 +228,7 @@ FunctionCall = Annotated[Literal["none", "auto"] | ToolName, OneOf('none, auto o
 def tools_of(
     functions: Sequence[FunctionDefinition], call: Literal["none", "auto"] | ToolName | None
 ) -> tuple[Sequence[AnyTool], Choice | None]:
-    """Tools and choice of what old clients send."""
+    """Return the functions and the call of older clients as tools and choice."""
     tools = [ToolDefinition(type="function", function=function) for function in functions]
     return tools, NamedFunction(type="function", function=call) if isinstance(call, ToolName) else call
 
@@ -236,16 +236,17 @@ def tools_of(
 def check_tool_choice(
     tools: Sequence[AnyTool], choice: Choice | None, fields: tuple[str, str] = ("tools", "tool_choice")
 ) -> None:
-    """Raise `InvalidRequest` for tools of one name, and for the demanded call of one that is not offered.
+    """Raise `InvalidRequest` for tools of one name, and for the demanded call of a tool that is not offered.
 
-    `fields` are the client's names of the two.
+    `fields` are the client's names of `tools` and `tool_choice`.
     """
     tools_field, choice_field = fields
     names: set[str] = set()
     for tool in _served(tools):
         if tool.name in names:
             raise InvalidRequest(
-                f"{tools_field} must have different names, but {tool.name!r} comes twice.", param=tools_field
+                f"{tools_field} must have different names, but {tool.name!r} comes twice; rename one.",
+                param=tools_field,
             )
         names.add(tool.name)
     asked: Sequence[NamedFunction | NamedCustomTool | Unserved] = ()
@@ -265,13 +266,13 @@ def check_tool_choice(
         if not isinstance(each, Unserved) and each.name not in names:
             raise InvalidRequest(
                 f"{choice_field} names {each.name[:128]!r}, which is none of {tools_field}, or is left out of them"
-                " because nobody serves it here.",
+                " because this server does not support it; name another.",
                 param=choice_field,
             )
 
 
 def check_demanded_grammars(use: ToolUse, fields: tuple[str, str]) -> None:
-    """Raise `InvalidRequest` for a demanded call of a custom tool with a Lark grammar. `fields` as above."""
+    """Raise `InvalidRequest` for a demanded call of a custom tool with a Lark grammar."""
     for function in use.callable_functions:
         if isinstance(function, CustomTool) and function.syntax == "lark":
             raise InvalidRequest(
@@ -282,7 +283,7 @@ def check_demanded_grammars(use: ToolUse, fields: tuple[str, str]) -> None:
 
 
 def tool_use(tools: Sequence[AnyTool], choice: Choice | None, *, parallel: bool) -> ToolUse | None:
-    """The checked fields in no wire format's words; None if no tool may be called."""
+    """Return the checked fields independent of dialects; None if no tool may be called."""
     served = _served(tools)
     named: str | None = None
     word: _Word = "auto"

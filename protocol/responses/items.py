@@ -1,7 +1,7 @@
-"""Items of a conversation: messages, calls and their outputs, reasoning; and their way into chat messages.
+"""Items of a conversation: messages, calls and their outputs, reasoning; and their translation into chat messages.
 
-What one turn of the assistant is in chat (thoughts, text, calls) are several items here, which follow each other.
-What is no text is refused by name where somebody says it, and left out of what a tool has answered.
+One turn of the assistant in chat (reasoning, text, calls) is several consecutive items here. Images and files are
+refused by name in messages, and left out of a tool's result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MessageItem(ClientModel):
     status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
+        """Return the item as the API lists it."""
         if self.role == "assistant":
             parts = [_output_text(text) for text in texts(self.content)]
         else:
@@ -55,7 +55,7 @@ class _ReasoningText(ClientModel):
 
 
 class ReasoningItem(ClientModel):
-    """What the model thought. `summary` and `encrypted_content` are accepted without effect: ours hold nothing."""
+    """The model's thoughts. `summary` and `encrypted_content`, which are empty here, are accepted without effect."""
 
     type: Literal["reasoning"]
     id: str = Field(default_factory=lambda: new_id("rs"))
@@ -63,7 +63,7 @@ class ReasoningItem(ClientModel):
     status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
+        """Return the item as the API lists it."""
         return reasoning_item(self.id, [part.text for part in self.content], self.status)
 
 
@@ -75,19 +75,19 @@ class ItemReference(ClientModel):
 
     @property
     def response_id(self) -> str:
-        """The response that would have an item of this id; see `item_id`."""
+        """The id of the response with this item; see `item_id`."""
         return "resp_" + self.id.partition("_")[2].rpartition("_")[0]
 
 
 def item_id(kind: str, response_id: str, index: int) -> str:
-    """The id of an item of a response. It tells the response, so that references find it without an index."""
+    """Return the id of an item of a response. It contains the response's id, so references need no index."""
     return f"{kind}_{response_id.removeprefix('resp_')}_{index}"
 
 
 Item = MessageItem | CallItem | CallOutputItem | BuiltInOutputItem | ReasoningItem
 
 
-# What is left of calls of tools that OpenAI runs, and of other services of its: a server of text cannot bring it back.
+# Remains of calls of tools that OpenAI runs, and of its other services.
 _UNSERVED = (
     *("additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call"),
     *("computer_call_output", "configuration_update", "file_search_call", "image_generation_call", "mcp_call"),
@@ -110,18 +110,18 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(list[_Item], config=ConfigDict(de
 
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
-    """Items again of what `listed` made of them, or of a response's output."""
+    """Return the items that `listed` wrote, or those of a response's output."""
     return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | Unserved)]
 
 
 def message_item(item_id: str, text: str, status: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:
-    """What the assistant says, as an item of a response."""
+    """Return the assistant's text as an item of a response."""
     part = _output_text(text, logprobs)
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
 def reasoning_item(item_id: str, texts: Iterable[str], status: str) -> dict[str, Any]:
-    """What the model thinks, as an item of a response."""
+    """Return the model's thoughts as an item of a response."""
     return {
         "id": item_id,
         "type": "reasoning",
@@ -133,10 +133,7 @@ def reasoning_item(item_id: str, texts: Iterable[str], status: str) -> dict[str,
 
 
 def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return the items of a conversation as lists show them, each with an id of its own, which pages begin after.
-
-    A client may send an item twice; the second one gets another id.
-    """
+    """Return the items of a conversation as the API lists them. An item that was sent twice gets a second id."""
     seen: set[str] = set()
     shown = []
     for item in items:
@@ -149,9 +146,9 @@ def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
-    """A page of items: `limit` of them in this `order`, after the item whose id is `after`.
+    """Return a page of items: `limit` of them in this `order`, after the item with the id `after`.
 
-    Raises `ApiError` 400 for a query that is not that.
+    Raises `ApiError` 400 for a wrong query.
     """
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
@@ -179,7 +176,7 @@ def _output_text(text: str, logprobs: orjson.Fragment | None = None) -> dict[str
 
 
 def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The conversation as chat messages. Thoughts, a text and calls that follow each other are one message."""
+    """Return the conversation as chat messages. Consecutive thoughts, a text and calls are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item:
@@ -199,7 +196,7 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def with_outputs(items: Iterable[Any]) -> Iterator[Any]:
-    """The items, and the parts of tools' outputs."""
+    """Yield the items and the parts of tools' outputs."""
     for item in items:
         yield item
         if isinstance(item, CallOutputItem) and not isinstance(item.output, str):
@@ -207,7 +204,7 @@ def with_outputs(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _assistant_without(messages: list[dict[str, Any]], *keys: str) -> dict[str, Any]:
-    """The last message, if it is the assistant's and has none of these yet, or else a new one."""
+    """Return the last message if it is the assistant's and has none of these keys, else a new one."""
     if not messages or messages[-1]["role"] != "assistant" or any(key in messages[-1] for key in keys):
         messages.append({"role": "assistant"})
     return messages[-1]

@@ -1,8 +1,7 @@
 """The response object and its events.
 
-One writer serves both kinds of answers: it grows the response item by item from the parts of the message
-(`protocol.syntax.message_parts`) and makes the events as it goes. So the items of the last event are those that were
-streamed, and those of an answer that was not.
+One writer serves streams and whole answers: it grows the response item by item from the parts of the message
+(`protocol.syntax.message_parts`) and makes the events on the way. So all of them have the same items.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _TEXT_DELTA = (
 )
 
 CANCELLED = "response_cancelled"
-"""The code of the error that ends a request which another one has cancelled."""
+"""The code of the error that ends a request when another one cancels it."""
 
 Done = Callable[[dict[str, Any]], None]
-"""Gets the response that has ended, before its client does."""
+"""Gets the ended response before its client does."""
 
 
 _FUNCTION = CallForm(KINDS["function"], "")
@@ -70,10 +69,10 @@ class _OpenItem:
 
 
 class ResponseStreamWriter:
-    """Makes the response to one request, after `read_with`.
+    """Writes the response to one request, after `read_with`.
 
-    `echo` is what the response says about its request, `call_forms` how calls are told, by the model's names. `done`
-    is told when the response has ended, also if it failed.
+    `echo` has the request's fields in the response, `call_forms` the forms of calls by the model's names. `done` is
+    called when the response has ended, also if it failed.
     """
 
     def __init__(
@@ -96,16 +95,16 @@ class ResponseStreamWriter:
         self._last: RequestOutput | None = None
         self._events = 0
         self._is_queued = False
-        self._logprobs: list[Any] = []  # of tokens whose text has not come yet
+        self._logprobs: list[Any] = []  # of tokens without text so far
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
     def read_with(self, parser: MessageParser) -> Self:
-        """Set how the answer is read, which depends on the end of the prompt. Returns this writer."""
+        """Set the parser, which depends on the end of the prompt. Return this writer."""
         self._parser = parser
         return self
 
     def queue(self) -> bytes:
-        """The first events, before there is anything to read, of a response that nobody may be waiting for."""
+        """Return the first events of a background response, before there is anything to read."""
         self._is_queued = True
         queued = self.response("queued")
         return self._event("response.created", response=queued) + self._event("response.queued", response=queued)
@@ -133,7 +132,7 @@ class ResponseStreamWriter:
             self._output.append(self._open.as_item("incomplete"))
             self._open = None
         if error.code == CANCELLED:
-            # The events know no cancelling: the response is incomplete, and its status says why.
+            # There is no event of cancelling: the response is incomplete, and its status is `cancelled`.
             name, response = "response.incomplete", self.response("cancelled")
         else:
             code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -142,8 +141,8 @@ class ResponseStreamWriter:
         return b"".join([*frames, self._event(name, response=response)])
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:
-        """The response object as it is now, with every key that it can have. Any thread may ask."""
-        item = self._open  # first: it is put among the others before it is closed
+        """Return the response object as it is now, with every key. Threads may call it at any time."""
+        item = self._open  # before the others, which it joins before it is closed
         output = list(self._output)
         if item is not None and item.index == len(output):
             output.append(item.as_item("in_progress"))
@@ -166,12 +165,12 @@ class ResponseStreamWriter:
         assert self._last is not None
         is_whole = self._last.finish_reason is FinishReason.STOP and not self._cut_calls
         frames = []
-        if self._open is None and not self._output:  # an answer without a word is a message without a word
+        if self._open is None and not self._output:  # an empty answer is an empty message
             frames += self._begin_item(ContentDelta, "msg")
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()))
-        else:  # an abort by the operator and an end within a call have no reason of their own: the answer is cut off
+        else:  # an abort by the operator and an end within a call have no reason of their own
             response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"})
         self._done(response)
         return frames, response
@@ -281,7 +280,7 @@ class ResponseStreamWriter:
         return self._item_event(name, self._open, delta=text, **fields)
 
     def _take_logprobs(self) -> list[Any]:
-        # Those of the reasoning come first, and all of them have come when the answer begins.
+        # Those of the reasoning come first, all before the answer begins.
         hidden = min(len(self._logprobs), self._num_reasoning_tokens - self._skipped)
         self._skipped += hidden
         taken, self._logprobs = self._logprobs[hidden:], []
@@ -311,7 +310,7 @@ class ResponseStreamWriter:
 
 
 class ResponseBodyWriter(ResponseStreamWriter):
-    """The same in one piece: what would have been streamed is made and not sent."""
+    """Writes the whole response: events are made and not sent."""
 
     def body(self) -> bytes:
         return orjson.dumps(self._finish_response()[1])

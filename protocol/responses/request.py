@@ -1,4 +1,4 @@
-"""The requests, and the truncation of long conversations."""
+"""Requests, and the truncation of long conversations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FindItem = Callable[[ItemReference], Item | None]
 
 
 class ResponsesChat(TranslatedChat):
-    """The chat request that a Responses request means."""
+    """The chat request made from a Responses request."""
 
     client_names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
@@ -49,7 +49,7 @@ class ResponsesChat(TranslatedChat):
 
 
 class JsonObject(ClientModel):
-    """Any JSON object."""
+    """A format that allows any JSON object."""
 
     type: Literal["json_object"]
 
@@ -68,14 +68,14 @@ Format = Annotated[TextFormat | JsonObject | JsonSchema, OneOf()]
 
 
 class TextConfig(ClientModel):
-    """What the answer's text is to be. `verbosity` is accepted without effect."""
+    """The format of the answer's text. `verbosity` is accepted without effect."""
 
     format: Format = TextFormat(type="text")
     verbosity: Literal["low", "medium", "high"] = "medium"
 
 
 class Reasoning(ClientModel):
-    """How much the model thinks. Other fields are accepted without effect: thoughts are given as they are."""
+    """The effort of reasoning. Other fields are accepted without effect: thoughts are shown as they are."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Annotated[
@@ -98,7 +98,7 @@ def _found(number: int, reference: ItemReference, find: FindItem) -> Item:
 
 
 class InputTokensRequest(DialectRequest):
-    """The body of POST /v1/responses/input_tokens: what of a request makes its prompt."""
+    """The body of POST /v1/responses/input_tokens: the fields of a request that make its prompt."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **DialectRequest.unsupported,
@@ -139,13 +139,13 @@ class InputTokensRequest(DialectRequest):
         return LeftOut(types_of(unserved(self.tools)), items, self.without_effect)
 
     def call_forms(self) -> dict[str, CallForm]:
-        """How calls of the tools are told, by the names that the model knows."""
+        """Return the forms of calls by the names that the model knows."""
         return call_forms(self.tools)
 
     def items(self, find: FindItem = lambda reference: None) -> list[Item]:
-        """The input as items. `find` looks up what is only referred to; `InvalidRequest` if it is not found.
+        """Return the input as items; none if a response is continued without input.
 
-        A response may be continued without saying anything; then there are none.
+        `find` looks up references. Raises `InvalidRequest` if one is not found.
         """
         if self.input is None:
             if self.previous_response_id is None:
@@ -160,7 +160,7 @@ class InputTokensRequest(DialectRequest):
         ]
 
     def translate(self, items: Sequence[Item] | None = None) -> ResponsesChat:
-        """`items` is the whole conversation, without instructions; by default, what the request itself says."""
+        """Return the chat request. `items` are the conversation without instructions; by default, the request's."""
         items = self.items() if items is None else items
         if not items:
             raise InvalidRequest("input must have at least one item.", param="input")
@@ -170,7 +170,6 @@ class InputTokensRequest(DialectRequest):
         return chat_request(ResponsesChat, {**self.chat_fields(), "messages": messages})
 
     def chat_fields(self) -> dict[str, Any]:
-        """This request's fields as chat's."""
         fields = {
             **super().chat_fields(),
             "tools": chat_tools(self.tools),
@@ -225,11 +224,10 @@ class ResponsesRequest(InputTokensRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer's text comes with log-probabilities."""
+        """True if the answer's text comes with log-probabilities."""
         return LOGPROBS in self.include or self.top_logprobs > 0
 
     def chat_fields(self) -> dict[str, Any]:
-        """This request's fields as chat's."""
         return {
             **super().chat_fields(),
             "stream": self.stream or self.background,  # in the background, the events are kept
@@ -240,7 +238,7 @@ class ResponsesRequest(InputTokensRequest):
         }
 
     def echo(self) -> dict[str, Any]:
-        """What the response object says about the request it answers: every key, null where nothing was asked for."""
+        """Return the request's fields in the response object: every key, null where the client set nothing."""
         return {name: getattr(self, name) for name in _ECHOED} | {
             "background": self.background,
             "reasoning": self.reasoning.model_dump(),
@@ -261,20 +259,20 @@ T = TypeVar("T")
 
 
 def beginnings(messages: Sequence[ChatMessage]) -> list[int]:
-    """Where a shorter conversation may begin: at any turn but the first, unless it is the result of a call."""
+    """Return where a shorter conversation may begin: at any turn but the first and results of calls."""
     turns = [place for place, message in enumerate(messages) if message.role not in _INSTRUCTIONS]
     return [place for place in turns[1:] if messages[place].role != "tool"]
 
 
 def beginning_at(messages: Sequence[ChatMessage], begin: int) -> list[ChatMessage]:
-    """The conversation from the message `begin` on. Instructions stay."""
+    """Return the conversation from the message `begin` on, with all instructions."""
     return [message for place, message in enumerate(messages) if place >= begin or message.role in _INSTRUCTIONS]
 
 
 async def fit(messages: Sequence[ChatMessage], encode: Callable[[list[ChatMessage]], Awaitable[T | None]]) -> T | None:
-    """What `encode` makes of as much of the conversation as fits; None if not even the last turn does.
+    """Return `encode` of the longest conversation that fits; None if not even the last turn fits.
 
-    `encode` gives None for what is too long. It is asked for all of it, and then as often as a search by halves asks.
+    `encode` returns None for messages that are too long. It is called for all of them, then in a binary search.
     """
     found = await encode(list(messages))
     if found is not None:

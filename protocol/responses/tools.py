@@ -27,7 +27,7 @@ class FunctionTool(ClientModel):
     strict: bool | None = None
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        """The tool in chat's form."""
+        """Return the tool in chat's form."""
         fields = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": {**fields, "name": name}}
 
@@ -47,7 +47,7 @@ class FreeTextTool(ClientModel):
     format: Annotated[TextFormat | FlatGrammar, OneOf()] = TextFormat(type="text")
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        """The tool in chat's form."""
+        """Return the tool in chat's form."""
         custom: dict[str, Any] = {"name": name}
         if self.description is not None:
             custom["description"] = self.description
@@ -66,7 +66,7 @@ class BuiltInTool(ClientModel):
         return self.type
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        """The tool in chat's form."""
+        """Return the tool in chat's form."""
         return KINDS[self.type].for_chat(name)
 
 
@@ -104,7 +104,7 @@ class NamedTool(ClientModel):
     namespace: str | None = None
 
     def names(self, forms: dict[str, CallForm]) -> list[str]:
-        """What the model calls the tools that are meant."""
+        """Return the model's names of the tools."""
         if self.type == "namespace":
             return [flat for flat, form in forms.items() if form.namespace == self.name]
         name = flat_name(self.namespace, self.name or self.type)
@@ -114,7 +114,7 @@ class NamedTool(ClientModel):
 
 
 class AllowedNames(ClientModel):
-    """Some of the tools; of the others the model is not told."""
+    """Some of the tools; the model is not shown the others."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -130,18 +130,18 @@ ToolChoice = Annotated[
 
 
 def call_forms(tools: Iterable[AnyTool]) -> dict[str, CallForm]:
-    """How calls are told, by the names that the model knows."""
+    """Return the forms of calls by the names that the model knows."""
     return {flat: CallForm(KINDS[tool.type], tool.name, namespace) for flat, tool, namespace in _offered(tools)}
 
 
 def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
-    """The tools in chat's form, those of namespaces among them; what is left out is left out there."""
+    """Return all tools in chat's form, which leaves out unsupported ones."""
     offered = [tool.for_chat(flat) for flat, tool, _ in _offered(tools)]
     return offered + [tool.for_chat() for tool in unserved(tools)]
 
 
 def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
-    """The choice in chat's form."""
+    """Return the choice in chat's form."""
     if isinstance(choice, str):
         return choice
     forms = call_forms(tools)
@@ -154,7 +154,7 @@ def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]
 
 
 def unserved(tools: Iterable[AnyTool]) -> list[Unserved]:
-    """The tools that are left out, of namespaces too."""
+    """Return the tools that are left out, those in namespaces too."""
     found: list[Unserved] = []
     for tool in tools:
         inside = tool.tools if isinstance(tool, Namespace) else (tool,)
@@ -179,11 +179,11 @@ def _offered(
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
-# Parts of items: the text that somebody has said, and the outputs of tools.
+# Parts of items: text, and the outputs of tools.
 
 
 class ItemText(ClientModel):
-    """Text, whoever said it. Annotations are accepted without effect."""
+    """Text of any role. Annotations are accepted without effect."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -194,35 +194,35 @@ _Part = Annotated[ItemText | RefusalPart, OneOf()]
 Content = Annotated[str | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
 _OutputPart = Annotated[ItemText | RefusalPart | Unread, OneOf()]
 Output = Annotated[str | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
-"""What a tool has answered: of parts that are no text, the model is told that there were some."""
+"""A tool's result: for each part that is no text, the model sees a note."""
 
 
 def texts(content: str | Sequence[ItemText | RefusalPart | Unread]) -> list[str]:
-    """The texts of a string or of parts."""
+    """Return the texts of a string or of parts."""
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
 def chat_content(content: str | Sequence[ItemText | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
-    """The same in chat's form."""
+    """Return a string or parts in chat's form."""
     return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts(content)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
-# Calls of tools and their outputs as items, each kind of tool with items and events of its own.
+# Calls of tools and their outputs as items. Each kind of tool has its own items and events.
 
 
 def new_id(kind: str) -> str:
-    """An id for an item that came without."""
+    """Return an id for an item without one."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """What the model calls a tool of a namespace: it knows of no namespaces."""
+    """Return the model's name of a tool in a namespace; it knows no namespaces."""
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}" if namespace else name
 
 
 class CallForm(NamedTuple):
-    """How the calls of one tool are written: its kind, and the client's name of it."""
+    """The form of one tool's calls: its kind, and the client's name of it."""
 
     kind: ToolKind
     name: str
@@ -302,7 +302,7 @@ class CallItem(ClientModel):
 
 
 class CallOutputItem(ClientModel):
-    """What a tool has answered."""
+    """The result of a tool's call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     id: str = Field(default_factory=lambda: new_id("fco"))
@@ -310,17 +310,17 @@ class CallOutputItem(ClientModel):
     output: Output
 
     def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
+        """Return the item as the API lists it."""
         output = "\n".join(texts(self.output))
         return {"id": self.id, "type": self.type, "call_id": self.call_id, "output": output, "status": "completed"}
 
     def for_chat(self) -> dict[str, Any]:
-        """The message in chat's form."""
+        """Return the message in chat's form."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": chat_content(self.output)}
 
 
 class ShellOutput(ClientModel):
-    """What one command has written, and how it ended."""
+    """The output of one command, and its end."""
 
     stdout: str = ""
     stderr: str = ""
@@ -334,7 +334,7 @@ class ShellOutput(ClientModel):
 
 
 class BuiltInOutputItem(ClientModel):
-    """What a tool that OpenAI has defined has answered. A local shell's may have the call's id for its own."""
+    """The result of a tool that OpenAI has defined. A local shell's may have the call's id as its own."""
 
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     id: str | None = None
@@ -355,12 +355,12 @@ class BuiltInOutputItem(ClientModel):
         return self
 
     def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
+        """Return the item as the API lists it."""
         item = self.model_dump(exclude_none=True)
         return {**item, "id": self.id or new_id("out"), "call_id": self.call_id or self.id}
 
     def for_chat(self) -> dict[str, Any]:
-        """The message in chat's form."""
+        """Return the message in chat's form."""
         given = self.output or ""
         text = given if isinstance(given, str) else "\n".join(each.text for each in given)
         return {"role": "tool", "tool_call_id": self.call_id or self.id, "content": text or self.status}

@@ -45,7 +45,7 @@ class ToolFormat:
 
     `opening` and `closing` are around a block of calls, `other_tags` are in it. With `bare` a block may also begin by
     this character, without `opening`: that looks like an answer in JSON, so it must name a function that was offered.
-    `separator` is between two blocks. A grammar writes a call as `before`, an object whose arguments have the key
+    `separator` is between two blocks. A grammar writes a call as `before`, an object with its arguments under the key
     `arguments`, and `after`. `known_call_id` makes an id that the family's templates accept of any other; None if they
     accept all.
     """

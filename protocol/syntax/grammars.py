@@ -18,8 +18,8 @@ JsonSchema = Mapping[str, Any] | bool
 class Tag(NamedTuple):
     """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
 
-    The text of a special token in `begin` or `end` means that token. With `regex` the JSON is a string that matches it,
-    whose quotation marks belong to `begin` and `end`.
+    The text of a special token in `begin` or `end` means that token. With `regex` the JSON is a string that matches it;
+    its quotation marks belong to `begin` and `end`.
     """
 
     begin: str

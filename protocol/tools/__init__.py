@@ -1,7 +1,7 @@
-"""What a request says about tools.
+"""The tools of a request.
 
 In reading order:
 
-kinds        Functions and built-in tools of a request.
+kinds        Kinds of tools, and the functions of a request.
 unsupported  Tools that are not supported, and the warning for them.
 """

@@ -27,8 +27,8 @@ class ToolKind:
 
     `description`, `properties`, `required` and `commands` (the values of a property `command`) are what the model is
     shown of a tool that a vendor has defined; `name` is the function's where the client gives none. In Responses, a
-    call is an item of the type `item` whose id begins with `id_prefix`. Its `field` holds the arguments, as `read`
-    makes it of them, or without `read` as text, of which `event` announces each piece.
+    call is an item of the type `item`, with an id that begins with `id_prefix`. Its `field` holds the arguments: as
+    text, of which each piece is an `event`, or as the object that `read` makes of them.
     """
 
     name: str = ""
@@ -195,12 +195,12 @@ KINDS: Final[Mapping[str, ToolKind]] = {
 
 
 # ------------------------------------------------------------------------------------------------------------ functions
-# What a request says about tools, in no wire format's words.
+# The tools of a request, independent of dialects.
 
 
 MAX_TOOLS = 1024
 MAX_TOOL_BYTES = 2 * 2**20
-"""Of JSON, all tools of a request together: they pass several hands before they are found too long for the context."""
+"""Of JSON, for all tools of a request: they are copied several times before the context is found too short."""
 
 INPUT = "input"
 """The argument that holds the free text of a custom tool."""
@@ -209,7 +209,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def partial_object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. Of what breaks off, as much as there is: what SDKs make of the same stream."""
+    """Return a call's arguments as an object, as far as they go if they break off, as SDKs read the same stream."""
     try:
         try:
             value = from_json(arguments, allow_partial=True)
@@ -228,7 +228,7 @@ def partial_object(arguments: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """A function that the model may call. `parameters` is a JSON Schema; None stands for a function without any."""
+    """A function that the model may call. `parameters` is a JSON Schema; None means a function without parameters."""
 
     name: str
     description: str | None = None
@@ -237,18 +237,18 @@ class Function:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """What arguments have to fit."""
+        """The JSON Schema of the arguments."""
         return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
 
     def for_template(self) -> dict[str, Any]:
-        """The function as chat templates take it."""
+        """Return the function in the form of chat templates."""
         function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
         return {"type": "function", "function": {**function, "parameters": self.schema}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomTool(Function):
-    """A tool that takes free text: for the model, a function of this one argument. `definition` is a grammar for it."""
+    """A tool that takes free text, which `definition` is a grammar of: for the model, a function of one argument."""
 
     syntax: Literal["lark", "regex"] | None = None
     definition: str = ""
@@ -262,16 +262,16 @@ class CustomTool(Function):
         entry = super().for_template()
         if self.syntax is not None:
             name = {"lark": "Lark grammar", "regex": "regular expression"}[self.syntax]
-            told = f"{self.description or ''}\n\nThe {INPUT} has to follow this {name}:\n{self.definition}".lstrip()
-            entry["function"]["description"] = told
+            text = f"{self.description or ''}\n\nThe {INPUT} has to follow this {name}:\n{self.definition}".lstrip()
+            entry["function"]["description"] = text
         return entry
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """Which functions a request offers, and whether the model must call one.
+    """The functions that a request offers. With `choice` "required" the model must call one: `named`, if it is set.
 
-    `named` is the one that it must call, with `choice` "required". Without `parallel` it may call one only.
+    Without `parallel` it may call one only.
     """
 
     functions: tuple[Function, ...]

@@ -1,9 +1,8 @@
-"""What nobody serves here: tools that the API's own vendor runs, what is left of their calls in a conversation, and
-images and files that tools have answered.
+"""Tools that only the API's vendor runs, remains of their calls in a conversation, and images and files in results.
 
-A client offers them to whatever server it talks to, and a model need not take an offer. So they are left out of what
-the model sees instead of failing the request, and the client is told in a header (`LeftOut.warning`), the operator in
-the metrics (`family`). Types that appear tomorrow are treated alike.
+Clients offer such tools to every server, and a model need not use them. So they are left out of what the model sees
+instead of failing the request; a header names them to the client (`LeftOut.warning`), metrics to the operator
+(`family`). Unknown types are treated alike.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ FAMILIES = (
     *("programmatic_tool_calling", "shell", "tool_search", "tool_search_tool_bm25", "tool_search_tool_regex"),
     *("web_fetch", "web_search", "web_search_preview", OTHER),
 )
-"""Types of tools without the dates of their versions, for metrics: clients can make up others, but no more labels."""
+"""Types of tools without the dates of versions: the labels of metrics, to which clients cannot add."""
 
-MAX_TOLD = 16  # types in one warning
+MAX_NAMED = 16  # types in one warning
 
 _VERSION = re.compile(r"_20\d\d_?\d\d_?\d\d$")
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -31,18 +30,20 @@ _MEDIA = ("audio", "document", "file", "image", "video")
 
 
 class Unserved(ClientModel):
-    """An entry of a type that nobody serves here."""
+    """An entry of a type that this server does not support."""
 
     type: str
 
     def for_chat(self) -> dict[str, Any]:
-        """The entry in chat's form."""
+        """Return the entry in chat's form."""
         return {"type": self.type}
 
 
 class Unread(Unserved):
-    """A part of a tool's result that is no text. The model is told that there was one: an agent sends its whole
-    conversation again, so that refusing one image would fail all that comes after it."""
+    """A part of a tool's result that is no text: the model sees a note instead of it.
+
+    An agent sends its whole conversation again, so refusing one image would fail every later request.
+    """
 
     @property
     def text(self) -> str:
@@ -53,8 +54,8 @@ class Unread(Unserved):
 class LeftOut(NamedTuple):
     """The parts of a request that have no effect, each once: types of tools, types of items, names of fields.
 
-    `unread` are the fields for the chat template that the served model's template does not read, `keywords` those of
-    JSON Schemas that no grammar enforces, `grammars` the names of custom tools with a grammar that is not enforced.
+    `unread` are fields that the chat template does not read, `keywords` those of JSON Schemas that no grammar enforces,
+    `grammars` the names of custom tools with a grammar that is not enforced.
     """
 
     tools: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class LeftOut(NamedTuple):
         parts = (("tools", self.tools), ("items", self.items))
         warnings = ["; ".join(f"{what} left out: {_listed(types)}" for what, types in parts if types)]
         if warnings[0]:
-            warnings[0] += " (nobody serves them here)"
+            warnings[0] += " (this server does not support them)"
         if self.fields:
             warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not use them)")
         if self.unread:
@@ -84,18 +85,18 @@ class LeftOut(NamedTuple):
 
 
 def types_of(entries: Iterable[Any]) -> tuple[str, ...]:
-    """The types of those entries that are `Unserved`, each once."""
+    """Return the types of those entries that are `Unserved`, each once."""
     return tuple(dict.fromkeys(entry.type for entry in entries if isinstance(entry, Unserved)))
 
 
 def family(kind: str) -> str:
-    """The one of `FAMILIES` that a tool's type belongs to."""
+    """Return the one of `FAMILIES` that a tool's type belongs to."""
     name = _VERSION.sub("", kind)
     return name if name in FAMILIES else OTHER
 
 
 def _listed(types: Sequence[str]) -> str:
-    # A header takes no byte that a client made up.
+    # A header must not have bytes of the client's choice.
     words = dict.fromkeys(kind if _WORD.fullmatch(kind) else OTHER for kind in types)
-    more = ["..."] if len(words) > MAX_TOLD else []
-    return ", ".join([*list(words)[:MAX_TOLD], *more])
+    more = ["..."] if len(words) > MAX_NAMED else []
+    return ", ".join([*list(words)[:MAX_NAMED], *more])

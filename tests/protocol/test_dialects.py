@@ -55,7 +55,7 @@ def test_every_dialect_takes_the_parameters_of_sampling_from_one_place() -> None
     shared = RequestFields.model_fields.keys() & set(SamplingParams.__struct_fields__)
     assert {"temperature", "top_p", "top_k", "seed"} <= shared
     requests: list[type] = [route.request for dialect in DIALECTS for route in dialect.generation]
-    requests += [route.request for dialect in DIALECTS for route in dialect.counting]
+    requests += [model for dialect in DIALECTS for model in dialect.counting.values()]
     for request in requests:
         assert issubclass(request, RequestFields)
         others = [get_annotations(each) for each in request.__mro__ if each is not RequestFields]

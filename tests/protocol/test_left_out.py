@@ -14,7 +14,7 @@ from protocol.errors import ApiError, to_api_error
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
-from protocol.tools.unsupported import FAMILIES, MAX_TOLD, LeftOut, family
+from protocol.tools.unsupported import FAMILIES, MAX_NAMED, LeftOut, family
 
 USER = {"role": "user", "content": "Hello"}
 HOSTED = [{"type": "web_search", "name": "web_search"}, {"type": "image_generation"}, {"type": "of_tomorrow", "a": [1]}]
@@ -105,10 +105,10 @@ def test_a_client_that_searches_its_own_tools_names_what_it_found() -> None:
 def test_the_warning_is_short_and_holds_nothing_that_a_client_made_up() -> None:
     assert LeftOut().warning() is None
     told = LeftOut(("web_search", "a\r\nset-cookie: b", "ü", "x" * 65), ("mcp_call",)).warning()
-    assert told == "tools left out: web_search, other; items left out: mcp_call (nobody serves them here)"
+    assert told == "tools left out: web_search, other; items left out: mcp_call (this server does not support them)"
     many = LeftOut(tuple(f"{'t' * 60}{number}" for number in range(1000))).warning()
     assert many is not None
-    assert many.count(",") == MAX_TOLD
+    assert many.count(",") == MAX_NAMED
     assert len(many) < 2000
 
 

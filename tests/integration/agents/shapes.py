@@ -36,7 +36,7 @@ class Recorded:
     def warning(self) -> str | None:
         """The value of the header `x-headrace-warning`; None if there is none."""
         fields = self.without_effect and f"fields without effect: {self.without_effect}"
-        parts = ((self.left_out, "nobody serves them here"), (fields, "this server does not use them"))
+        parts = ((self.left_out, "this server does not support them"), (fields, "this server does not use them"))
         return "; ".join(f"{part} ({reason})" for part, reason in parts if part) or None
 
 

@@ -35,7 +35,7 @@ def test_tools_that_nobody_serves_are_left_out_and_told(
     tools = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "a\nb: c"}]
     answer = server.post(path, {**SHORT, **body, "tools": tools, "stream": stream})
     assert answer.status_code == 200, answer.text
-    assert answer.headers[WARNING] == "tools left out: web_search_20250305, other (nobody serves them here)"
+    assert answer.headers[WARNING] == "tools left out: web_search_20250305, other (this server does not support them)"
     assert server.metrics().samples[counted] == before + 1
     without = server.post(path, {**SHORT, **body, "tools": [], "stream": stream})
     assert without.status_code == 200
@@ -275,7 +275,8 @@ def test_what_codex_sends_goes_through(server: Server) -> None:
     answer = server.post("/v1/responses", {**body, "max_output_tokens": 8, "temperature": 0})
     assert answer.status_code == 200, answer.text
     assert answer.headers[WARNING] == (
-        "tools left out: web_search, image_generation; items left out: web_search_call (nobody serves them here)"
+        "tools left out: web_search, image_generation; items left out: web_search_call"
+        " (this server does not support them)"
     )
     assert "event: response.incomplete" in answer.text or "event: response.completed" in answer.text
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import msgspec
@@ -56,7 +56,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
 async def engine_state(server: Server, request: RequestScope) -> None:
     """GET /engine_state: what each engine has to do, holds and has done lately."""
     engines = await _in_time(server.model.llm.query(GetSnapshot()))
-    await request.send_json(200, encode(answers.EngineState(engines)))
+    await request.send_json(200, encode(answers.EngineState(cast(Any, engines))))
 
 
 async def _in_time(answers: Awaitable[T]) -> T:

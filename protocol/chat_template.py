@@ -172,7 +172,12 @@ class ChatTemplate:
             raise _cannot_render(f"it makes the lone surrogate {character}, which is no text") from exc
         except RenderingFailed as exc:
             if exc.kind is Failure.GONE:
-                raise _interrupted() from exc
+                raise ApiError(
+                    503,
+                    "The process that renders the chat template was ended. The request may be sent again.",
+                    code="rendering_interrupted",
+                    headers={"retry-after": "1"},
+                ) from exc
             # A complaint in the template's words may quote a message: cut short, without our markers.
             words = segments_text(shield.split(exc.words))[:_MAX_TEMPLATE_COMPLAINT]
             if exc.kind is Failure.UNSAFE:
@@ -210,7 +215,7 @@ class _EndMark:
     """
 
     def __init__(self) -> None:
-        self._mark = "".join(secrets.choice("0123456789") for _ in range(24))
+        self._mark = _random_marker()
 
     def put(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         *others, last = messages
@@ -285,15 +290,6 @@ def _runs_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
 
 def _random_marker() -> str:
     return f"{secrets.randbelow(10**24):024d}"
-
-
-def _interrupted() -> ApiError:
-    return ApiError(
-        503,
-        "The process that renders the chat template was ended. The request may be sent again.",
-        code="rendering_interrupted",
-        headers={"retry-after": "1"},
-    )
 
 
 # ----------------------------------------------------------------------------------------------------- template process

@@ -49,11 +49,9 @@ class ApiError(Exception):
         self.headers: Mapping[str, str] = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:
-        """Return `{"error": {"message", "type", "param", "code"}}`."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def body(self) -> bytes:
-        """Return the envelope as JSON."""
         return orjson.dumps(self.envelope())
 
 

@@ -97,6 +97,8 @@ class ConfigureLogging(ClientModel):
 
 
 _TOKENIZE = "The token ids of a text, or of a conversation."
+_TOKENIZED = (TokenizeTextRequest, TokenizeChatRequest)
+_DETOKENIZE = "The text of token ids."
 
 
 def _probe(path: str, summary: str, answer: type[Struct] | None, method: Method = "get") -> Operation:
@@ -105,10 +107,8 @@ def _probe(path: str, summary: str, answer: type[Struct] | None, method: Method 
 
 OPERATIONS = (
     *(operation for dialect in DIALECTS for operation in dialect.operations),
-    asks("/tokenize", _TOKENIZE, answers.Tokens, TokenizeTextRequest, TokenizeChatRequest),
-    asks("/v1/tokenize", _TOKENIZE, answers.Tokens, TokenizeTextRequest, TokenizeChatRequest),
-    asks("/detokenize", "The text of token ids.", answers.Detokenized, DetokenizeRequest),
-    asks("/v1/detokenize", "The text of token ids.", answers.Detokenized, DetokenizeRequest),
+    *(asks(path, _TOKENIZE, answers.Tokens, *_TOKENIZED) for path in ("/tokenize", "/v1/tokenize")),
+    *(asks(path, _DETOKENIZE, answers.Detokenized, DetokenizeRequest) for path in ("/detokenize", "/v1/detokenize")),
     finds("get", "/v1/requests/{id}/timeline", "What happened to one of the last requests.", answers.Timeline),
     _probe("/livez", "Is the process worth keeping?", answers.Alive),
     _probe("/readyz", "Would a request be accepted now?", answers.Status),

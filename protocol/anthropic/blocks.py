@@ -7,7 +7,7 @@ one role are one turn. Images and files are refused by name in a user's turn, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import WithJsonSchema
 
@@ -43,8 +43,6 @@ class RedactedThinkingBlock(ClientModel):
 
 
 class ToolUseBlock(ClientModel):
-    """A call that the model has made."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -69,8 +67,6 @@ class ToolReferenceBlock(ClientModel):
 
 
 class PlainTextSource(ClientModel):
-    """The text of a document."""
-
     type: Literal["text"]
     data: str
 
@@ -80,8 +76,6 @@ class PlainTextSource(ClientModel):
 
 
 class ContentSource(ClientModel):
-    """The text of a document, in blocks."""
-
     type: Literal["content"]
     content: Text
 
@@ -104,8 +98,6 @@ class DocumentBlock(ClientModel):
 
 
 class SearchResultBlock(ClientModel):
-    """A result of the client's search."""
-
     type: Literal["search_result"]
     source: str
     title: str
@@ -192,7 +184,6 @@ class Turn(ClientModel):
     content: Content
 
     def blocks(self) -> Sequence[_Block]:
-        """Return the content as blocks."""
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
@@ -220,12 +211,7 @@ def unanswered_calls(last: Turn) -> str:
     return ", ".join(calls[:MAX_NAMED])
 
 
-class _HasText(Protocol):
-    @property
-    def text(self) -> str: ...
-
-
-def text_of(content: str | Sequence[_HasText]) -> str:
+def text_of(content: str | Sequence[Any]) -> str:
     """Return the text of a string or of blocks, joined as chat joins its parts."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 

@@ -46,7 +46,6 @@ class Tool(ClientModel):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the tool in chat's form."""
         function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": function | {"parameters": self.input_schema}}
 
@@ -62,7 +61,6 @@ class FixedTool(ClientModel):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the tool in chat's form."""
         found = _TYPE.fullmatch(self.type)
         assert found is not None
         is_old = found[1] == "text_editor" and found[2] < "20250429"
@@ -128,15 +126,12 @@ class ToolChoice(ClientModel):
         return self
 
     def for_chat(self) -> str | dict[str, Any]:
-        """Return the choice in chat's form."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(ClientModel):
-    """The model's thinking before its answer, and its display."""
-
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=MIN_THINKING)
     display: Literal["summarized", "omitted"] = "summarized"
@@ -149,15 +144,11 @@ class Thinking(ClientModel):
 
 
 class OutputFormat(ClientModel):
-    """JSON that follows a schema."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(ClientModel):
-    """The effort and the format of the answer."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -306,5 +297,4 @@ def envelope(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> bytes:
-    """Return the envelope as JSON."""
     return orjson.dumps(envelope(error, request_id))

@@ -56,15 +56,11 @@ MAX_DOCUMENT_BYTES = 2**18  # of JSON, all documents together
 
 
 class TextPart(ClientModel):
-    """One part of a message's content."""
-
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(ClientModel):
-    """The text of an assistant's refusal."""
-
     type: Literal["refusal"]
     refusal: str
 
@@ -115,7 +111,6 @@ class ChatMessage(ClientModel):
         return value
 
     def text(self) -> str:
-        """Return the content as one string."""
         content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 

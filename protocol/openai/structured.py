@@ -61,8 +61,6 @@ class NamedSchema(ClientModel):
 
 
 class TextFormat(ClientModel):
-    """A format that allows any text."""
-
     type: Literal["text"]
 
 
@@ -74,8 +72,6 @@ class JsonObjectFormat(ClientModel):
 
 
 class JsonSchemaFormat(ClientModel):
-    """JSON that fits a schema."""
-
     type: Literal["json_schema"]
     json_schema: NamedSchema
 

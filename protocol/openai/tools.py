@@ -40,8 +40,6 @@ class FunctionDefinition(ClientModel):
 
 
 class ToolDefinition(ClientModel):
-    """A function in `tools`."""
-
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -50,20 +48,15 @@ class ToolDefinition(ClientModel):
         return self.function.name
 
     def function_offered(self) -> Function:
-        """Return the tool independent of dialects."""
         return Function(**self.function.model_dump())
 
 
 class GrammarDefinition(ClientModel):
-    """A grammar of the text."""
-
     syntax: Literal["lark", "regex"]
     definition: str = Field(min_length=1, max_length=MAX_PARAMETERS)
 
 
 class GrammarFormat(ClientModel):
-    """Text that follows a grammar."""
-
     type: Literal["grammar"]
     grammar: GrammarDefinition
 
@@ -77,8 +70,6 @@ class CustomDefinition(ClientModel):
 
 
 class CustomToolDefinition(ClientModel):
-    """A custom tool in `tools`."""
-
     type: Literal["custom"]
     custom: CustomDefinition
 
@@ -87,7 +78,6 @@ class CustomToolDefinition(ClientModel):
         return self.custom.name
 
     def function_offered(self) -> CustomTool:
-        """Return the tool independent of dialects."""
         tool = CustomTool(name=self.custom.name, description=self.custom.description)
         if isinstance(form := self.custom.format, GrammarFormat):
             return replace(tool, strict=True, **form.grammar.model_dump())
@@ -95,14 +85,10 @@ class CustomToolDefinition(ClientModel):
 
 
 class ToolName(ClientModel):
-    """The name of a tool that must or may be called."""
-
     name: str
 
 
 class NamedFunction(ClientModel):
-    """A function by its name."""
-
     type: Literal["function"]
     function: ToolName
 
@@ -112,8 +98,6 @@ class NamedFunction(ClientModel):
 
 
 class NamedCustomTool(ClientModel):
-    """A custom tool by its name."""
-
     type: Literal["custom"]
     custom: ToolName
 
@@ -138,8 +122,6 @@ class AllowedTools(ClientModel):
 
 
 class AllowedToolsChoice(ClientModel):
-    """`tool_choice` as a part of the tools."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
@@ -177,14 +159,11 @@ class CalledFunction(ClientModel):
 
 
 class CalledTool(ClientModel):
-    """A call of a function in an assistant message's `tool_calls`."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form of chat templates."""
         return {
             **({} if self.id is None else {"id": self.id}),
             "type": "function",
@@ -193,15 +172,11 @@ class CalledTool(ClientModel):
 
 
 class CustomCall(ClientModel):
-    """The text for a custom tool in an earlier turn."""
-
     name: str
     input: str = ""
 
 
 class CalledCustomTool(ClientModel):
-    """A call of a custom tool in an assistant message's `tool_calls`."""
-
     id: str | None = None
     type: Literal["custom"]
     custom: CustomCall

@@ -42,7 +42,6 @@ class MessageItem(ClientModel):
     status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
-        """Return the item as the API lists it."""
         if self.role == "assistant":
             parts = [_output_text(text) for text in texts(self.content)]
         else:
@@ -63,7 +62,6 @@ class ReasoningItem(ClientModel):
     status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
-        """Return the item as the API lists it."""
         return reasoning_item(self.id, [part.text for part in self.content], self.status)
 
 

@@ -166,7 +166,7 @@ class ResponseStreamWriter:
         is_whole = self._last.finish_reason is FinishReason.STOP and not self._cut_calls
         frames = []
         if self._open is None and not self._output:  # an empty answer is an empty message
-            frames += self._begin_item(ContentDelta, "msg")
+            frames += self._begin_item(self._new_item(ContentDelta, "msg"))
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()))
@@ -198,9 +198,8 @@ class ResponseStreamWriter:
             case ToolCallStart(number, call_id, name, is_custom):
                 form = self._call_forms.get(name) or CallForm(KINDS["custom" if is_custom else "function"], name)
                 frames = self._close("completed")
-                return frames + self._begin_item(
-                    ToolCallArguments, form.kind.id_prefix, number, call_id=call_id, form=form
-                )
+                item = self._new_item(ToolCallArguments, form.kind.id_prefix, number=number, call_id=call_id, form=form)
+                return frames + self._begin_item(item)
             case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):
                 assert self._open is not None
                 if (event := self._open.form.kind.event) is not None:
@@ -211,19 +210,14 @@ class ResponseStreamWriter:
     def _begin_unless_open(self, kind: type[MessagePart], prefix: str) -> list[bytes]:
         if self._open is not None and self._open.kind is kind:
             return []
-        return self._close("completed") + self._begin_item(kind, prefix)
+        return self._close("completed") + self._begin_item(self._new_item(kind, prefix))
 
-    def _begin_item(
-        self,
-        kind: type[MessagePart],
-        prefix: str,
-        number: int | None = None,
-        *,
-        call_id: str = "",
-        form: CallForm = _FUNCTION,
-    ) -> list[bytes]:
+    def _new_item(self, kind: type[MessagePart], prefix: str, **fields: Any) -> _OpenItem:
         index = len(self._output)
-        item = self._open = _OpenItem(kind, item_id(prefix, self._head.id, index), index, number, call_id, form)
+        return _OpenItem(kind, item_id(prefix, self._head.id, index), index, **fields)
+
+    def _begin_item(self, item: _OpenItem) -> list[bytes]:
+        self._open = item
         empty = item.as_item("in_progress")
         parts = empty.pop("content", None)
         if parts is None:

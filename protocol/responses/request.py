@@ -49,14 +49,10 @@ class ResponsesChat(TranslatedChat):
 
 
 class JsonObject(ClientModel):
-    """A format that allows any JSON object."""
-
     type: Literal["json_object"]
 
 
 class JsonSchema(ClientModel):
-    """JSON that follows a schema."""
-
     type: Literal["json_schema"]
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -139,7 +135,6 @@ class InputTokensRequest(DialectRequest):
         return LeftOut(types_of(unserved(self.tools)), items, self.without_effect)
 
     def call_forms(self) -> dict[str, CallForm]:
-        """Return the forms of calls by the names that the model knows."""
         return call_forms(self.tools)
 
     def items(self, find: FindItem = lambda reference: None) -> list[Item]:

@@ -27,14 +27,11 @@ class FunctionTool(ClientModel):
     strict: bool | None = None
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        """Return the tool in chat's form."""
         fields = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": {**fields, "name": name}}
 
 
 class FlatGrammar(GrammarDefinition):
-    """Text that follows a grammar."""
-
     type: Literal["grammar"]
 
 
@@ -47,7 +44,6 @@ class FreeTextTool(ClientModel):
     format: Annotated[TextFormat | FlatGrammar, OneOf()] = TextFormat(type="text")
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        """Return the tool in chat's form."""
         custom: dict[str, Any] = {"name": name}
         if self.description is not None:
             custom["description"] = self.description
@@ -66,13 +62,10 @@ class BuiltInTool(ClientModel):
         return self.type
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        """Return the tool in chat's form."""
         return KINDS[self.type].for_chat(name)
 
 
 class Namespace(ClientModel):
-    """A group of tools."""
-
     type: Literal["namespace"]
     name: str
     description: str | None = None
@@ -141,7 +134,6 @@ def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
 
 
 def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
-    """Return the choice in chat's form."""
     if isinstance(choice, str):
         return choice
     forms = call_forms(tools)
@@ -277,7 +269,6 @@ class CallItem(ClientModel):
         return self
 
     def listed(self) -> dict[str, Any]:
-        """Return the item as the API lists it."""
         said = self._said if self._kind.read is None else json_text(self._said, "input")
         return CallForm(self._kind, self.name or "", self.namespace).item(self.id, self.call_id, said, self.status)
 
@@ -310,12 +301,10 @@ class CallOutputItem(ClientModel):
     output: Output
 
     def listed(self) -> dict[str, Any]:
-        """Return the item as the API lists it."""
         output = "\n".join(texts(self.output))
         return {"id": self.id, "type": self.type, "call_id": self.call_id, "output": output, "status": "completed"}
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the message in chat's form."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": chat_content(self.output)}
 
 
@@ -355,12 +344,10 @@ class BuiltInOutputItem(ClientModel):
         return self
 
     def listed(self) -> dict[str, Any]:
-        """Return the item as the API lists it."""
         item = self.model_dump(exclude_none=True)
         return {**item, "id": self.id or new_id("out"), "call_id": self.call_id or self.id}
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the message in chat's form."""
         given = self.output or ""
         text = given if isinstance(given, str) else "\n".join(each.text for each in given)
         return {"role": "tool", "tool_call_id": self.call_id or self.id, "content": text or self.status}

@@ -49,16 +49,13 @@ class CallSink:
         self.is_open = True
 
     def arguments(self, fragment: str) -> None:
-        """Add to the call's arguments."""
         if fragment:
             self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
 
     def end_arguments(self) -> None:
-        """Record that the call's arguments are complete JSON."""
         self.cut_calls.discard(self.num_calls - 1)
 
     def end(self) -> None:
-        """End the call, which is complete or broken."""
         self.is_open = False
 
 

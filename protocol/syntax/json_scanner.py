@@ -14,7 +14,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # in a string
 _LITERAL = re.compile(r"[-+.0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = frozenset({"true", "false", "null"})
-_HEX = frozenset("0123456789abcdefABCDEF")
+_ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{0,4})")  # what there is of one
 MAX_DEPTH = 256
 """Of nested brackets; common parsers refuse more."""
 
@@ -28,7 +28,6 @@ class _Expect(enum.Enum):
     COMMA_OR_END = enum.auto()
     STRING = enum.auto()  # in a string
     ESCAPE = enum.auto()  # after its backslash
-    HEX = enum.auto()  # in the four digits after \u
     LITERAL = enum.auto()  # in a number, true, false or null
     DONE = enum.auto()
     BROKEN = enum.auto()
@@ -37,13 +36,13 @@ class _Expect(enum.Enum):
 class JsonScanner:
     """Scans one value and the white space before it."""
 
-    __slots__ = ("_expect", "_hex_left", "_literal", "_open", "_string_is_key")
+    __slots__ = ("_escape", "_expect", "_literal", "_open", "_string_is_key")
 
     def __init__(self) -> None:
         self._expect = _Expect.VALUE
         self._open: list[str] = []  # the brackets that have to be closed
         self._string_is_key = False
-        self._hex_left = 0
+        self._escape = "\\"  # what there is of an escape
         self._literal: list[str] = []
 
     @property
@@ -65,8 +64,6 @@ class JsonScanner:
                     position = self._in_string(text, position)
                 case _Expect.ESCAPE:
                     position = self._after_backslash(text, position)
-                case _Expect.HEX:
-                    position = self._in_hex(text, position)
                 case _Expect.LITERAL:
                     position = self._in_literal(text, position)
                 case _:
@@ -91,21 +88,11 @@ class JsonScanner:
         return position + 1
 
     def _after_backslash(self, text: str, position: int) -> int:
-        match text[position]:
-            case "u":
-                self._expect, self._hex_left = _Expect.HEX, 4
-            case '"' | "\\" | "/" | "b" | "f" | "n" | "r" | "t":
-                self._expect = _Expect.STRING
-            case _:
-                return self._break(position)
-        return position + 1
-
-    def _in_hex(self, text: str, position: int) -> int:
-        if text[position] not in _HEX:
+        self._escape += text[position]
+        if not _ESCAPE.fullmatch(self._escape):
             return self._break(position)
-        self._hex_left -= 1
-        if not self._hex_left:
-            self._expect = _Expect.STRING
+        if len(self._escape) == (6 if self._escape[1] == "u" else 2):
+            self._expect, self._escape = _Expect.STRING, "\\"
         return position + 1
 
     def _in_literal(self, text: str, position: int) -> int:

@@ -281,5 +281,4 @@ class ToolUse:
 
     @property
     def callable_functions(self) -> tuple[Function, ...]:
-        """The functions that the answer may call."""
         return tuple(function for function in self.functions if self.named in (None, function.name))

@@ -35,7 +35,6 @@ class Unserved(ClientModel):
     type: str
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the entry in chat's form."""
         return {"type": self.type}
 
 

@@ -200,7 +200,7 @@ class Metrics:
         self._expert_tokens = Counter("headrace:expert_tokens", text, ("layer",), registry=self._registry)
         text = "Tokens of a layer's most loaded expert in terms of the mean of all, lately."
         self._expert_imbalance = Gauge("headrace:expert_imbalance", text, ("layer",), registry=self._registry)
-        text = "Tools that clients offered and nobody serves here, by the requests that did so."
+        text = "Requests with tools that this server does not support, by the type of tool."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
         text = "Sampled traces that did not reach the collector, by what they were lost to."

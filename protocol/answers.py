@@ -29,9 +29,6 @@ class OpenAnswer(msgspec.Struct):
     """An object that may have more keys than are named."""
 
 
-# --- errors
-
-
 class ErrorObject(Answer):
     """An error. `param` is the wrong field, `code` a word for programs."""
 
@@ -45,9 +42,6 @@ class ErrorEnvelope(Answer):
     """The body of an error, unless the dialect has its own."""
 
     error: ErrorObject
-
-
-# --- tokens
 
 
 class Tokens(Answer):
@@ -74,9 +68,6 @@ class TokenizerInfo(OpenAnswer):
 
 class InputTokens(OpenAnswer):
     input_tokens: int
-
-
-# --- the server itself
 
 
 class Version(Answer):
@@ -227,10 +218,6 @@ def raise_if_failed(output: RequestOutput) -> None:
         )
     if output.finish_reason is FinishReason.ERROR:
         raise ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
-
-
-# ------------------------------------------------------------------------------------------------------------------ sse
-# Frames of a `text/event-stream` body.
 
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"

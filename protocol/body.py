@@ -177,24 +177,20 @@ def json_text(value: Any, param: str) -> str:
         raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
 
 
-def check_size(value: Any, limit: int) -> None:
-    """Refuse JSON that is longer than `limit` bytes."""
+def check_size(value: Any, limit: int) -> Any:
+    """Refuse JSON that is longer than `limit` bytes. Return the value."""
     try:
         size = len(orjson.dumps(value))
     except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
         raise PydanticCustomError("rule", "is nested too deeply") from None
     if size > limit:
         raise PydanticCustomError("rule", f"takes at most {limit} bytes of JSON, got {size}")
+    return value
 
 
 def at_most_bytes(limit: int) -> BeforeValidator:
     """Apply `check_size` to a field before anything in it is checked."""
-
-    def check(value: Any) -> Any:
-        check_size(value, limit)
-        return value
-
-    return BeforeValidator(check)
+    return BeforeValidator(lambda value: check_size(value, limit))
 
 
 class _FailFast(FailFast):
@@ -347,3 +343,9 @@ def page_size(limit: str, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= most:
         raise ApiError(400, f"limit must be a whole number from 1 to {most}, got {shown(limit)}.", param="limit")
     return int(limit)
+
+
+def page_body(page: Sequence[Mapping[str, Any]], *, has_more: bool, **fields: str) -> bytes:
+    """Return the body of one page of a list of objects with ids, with further `fields`."""
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return orjson.dumps({**fields, "data": page, **ends, "has_more": has_more})

@@ -56,7 +56,6 @@ def parse_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     return validate(TokenizeChatRequest, content) if is_chat else validate(TokenizeTextRequest, content)
 
 
-# ------------------------------------------------------------------------------------------------------------- dialects
 DIALECTS = (OPENAI, RESPONSES, ANTHROPIC)
 
 _ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.retired)]
@@ -76,7 +75,6 @@ def dialect_of(path: str, headers: Collection[str] = ()) -> Dialect:
     return next((dialect for root, dialect in _BELOW if path.startswith(root)), OPENAI)
 
 
-# ------------------------------------------------------------------------------------------------------- administration
 MAX_ABORTED = 1024  # ids of one call
 
 

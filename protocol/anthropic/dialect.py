@@ -1,4 +1,4 @@
-"""The dialect's record, models list and answer shapes."""
+"""The dialect's record, /v1/models for its clients, and the shapes of its answers; see `protocol.answers`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-import orjson
-
 from protocol.answers import OpenAnswer
 from protocol.anthropic.messages import CountTokensRequest, MessagesRequest, error_body
 from protocol.anthropic.output import MessageBodyWriter, MessageStreamWriter
-from protocol.body import page_size
+from protocol.body import page_body, page_size
 from protocol.errors import ApiError, shown
 from protocol.operations import Dialect, GenerationRoute
-
-# --------------------------------------------------------------------------------------------------------------- models
-# GET /v1/models and /v1/models/{id} for Anthropic's clients.
-
 
 DEFAULT_LISTED = 20
 MAX_LISTED = 1000
@@ -62,18 +56,7 @@ def model_page(infos: Sequence[dict[str, Any]], query: Mapping[str, Sequence[str
     stages = [*query.get("lifecycle", ()), *query.get("lifecycle[]", ())]
     found = [info for info in infos[start:end] if not stages or info["lifecycle"] in stages]
     page = found[-limit:] if "before_id" in given else found[:limit]
-    return orjson.dumps(
-        {
-            "data": page,
-            "has_more": len(page) < len(found),
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-        }
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------- answers
-# The shapes of Anthropic's answers; see `protocol.answers`.
+    return page_body(page, has_more=len(page) < len(found))
 
 
 class AnthropicErrorObject(OpenAnswer):
@@ -99,9 +82,6 @@ class Message(OpenAnswer):
     stop_reason: str | None
     stop_sequence: str | None
     usage: dict[str, Any]
-
-
-# -------------------------------------------------------------------------------------------------------------- dialect
 
 
 _MESSAGES = GenerationRoute(

@@ -80,9 +80,6 @@ Tools = Annotated[
 ]
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
-
-
 MIN_THINKING = 1024  # tokens
 
 
@@ -266,10 +263,6 @@ class MessagesRequest(CountTokensRequest):
 
     def chat_fields(self) -> dict[str, Any]:
         return {**super().chat_fields(), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
-
-
-# --------------------------------------------------------------------------------------------------------------- errors
-# Anthropic's envelope of errors: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
 
 _TYPES = {

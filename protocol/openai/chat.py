@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
-from protocol.body import ClientModel, OneOf, at_most, at_most_inside, check_size, fail_fast, refuse_type
+from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, at_most_inside, check_size, fail_fast, refuse_type
 from protocol.errors import shown
 from protocol.openai.answers import AssistantMessage, ChatChoice, ChatCompletion
 from protocol.openai.generation import GenerationRequest, WireFormat
@@ -160,7 +160,12 @@ class ConversationFields(RequestFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool = True
     thinking_token_budget: int | None = None
-    documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
+    documents: (
+        Annotated[
+            list[dict[str, Any]], fail_fast, at_most_bytes(MAX_DOCUMENT_BYTES), at_most(MAX_DOCUMENTS, "documents")
+        ]
+        | None
+    ) = None
     add_generation_prompt: bool | None = None  # unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes those that the model wants
@@ -173,19 +178,12 @@ class ConversationFields(RequestFields):
             raise PydanticCustomError("rule", f"must be at least 0, or -1 for none, got {shown(budget)}")
         return None if budget == -1 else budget
 
-    @field_validator("documents")
-    @classmethod
-    def _documents_fit(cls, documents: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        check_size(documents, MAX_DOCUMENT_BYTES)
-        return documents
-
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(_RESERVED_VARIABLES & variables.keys()):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
-        check_size(variables, MAX_TEMPLATE_KWARGS)
-        return variables
+        return check_size(variables, MAX_TEMPLATE_KWARGS)
 
 
 class ChatCompletionRequest(ConversationFields, GenerationRequest):

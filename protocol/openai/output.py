@@ -337,10 +337,6 @@ class _CollectedChoice:
     stop_reason: int | str | None = None
 
 
-# -------------------------------------------------------------------------------------------------------------- message
-# The parts of a message in chat's form: the delta of a stream, and the whole message.
-
-
 def delta(part: MessagePart) -> dict[str, Any]:
     """Return `part` as the delta of a chunk: a call's id and name once, its arguments in pieces."""
     match part:

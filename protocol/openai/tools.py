@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, check_size, fail_fast, json_text
+from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, fail_fast, json_text
 from protocol.openai.structured import TextFormat
 from protocol.tools.kinds import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
 from protocol.tools.unsupported import Unserved, types_of
@@ -29,14 +29,8 @@ class FunctionDefinition(ClientModel):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], at_most_bytes(MAX_PARAMETERS)] | None = None
     strict: bool = False
-
-    @field_validator("parameters")
-    @classmethod
-    def _parameters_are_small(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        check_size(parameters, MAX_PARAMETERS)
-        return parameters
 
 
 class ToolDefinition(ClientModel):

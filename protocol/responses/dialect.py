@@ -1,4 +1,4 @@
-"""The dialect's record and answer shapes."""
+"""The dialect's record, and the shapes of its answers; see `protocol.answers`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any, Literal
 from protocol.answers import InputTokens, OpenAnswer
 from protocol.operations import Dialect, asks, finds, generates
 from protocol.responses.request import InputTokensRequest, ResponsesRequest
-
-# -------------------------------------------------------------------------------------------------------------- answers
-# The shapes of what the Responses API answers; see `protocol.answers`.
 
 
 class ResponseObject(OpenAnswer):
@@ -32,9 +29,6 @@ class DeletedResponse(OpenAnswer):
 class ItemList(OpenAnswer):
     object: Literal["list"]
     data: list[dict[str, Any]]
-
-
-# -------------------------------------------------------------------------------------------------------------- dialect
 
 
 _COUNT = "Count the tokens that a response would read."

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from protocol.body import ClientModel, OneOf, at_most, at_most_inside, fail_fast, page_size, with_type
+from protocol.body import ClientModel, OneOf, at_most, at_most_inside, fail_fast, page_body, page_size, with_type
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
 from protocol.responses.tools import (
@@ -158,15 +158,7 @@ def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
         raise ApiError(400, f"after must be the id of one of the items, got {shown(after)}.", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = ordered[start : start + limit]
-    return orjson.dumps(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": start + len(page) < len(ordered),
-        }
-    )
+    return page_body(page, has_more=start + len(page) < len(ordered), object="list")
 
 
 def _output_text(text: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:

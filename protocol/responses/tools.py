@@ -170,10 +170,6 @@ def _offered(
             yield tool.name, tool, None
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
-# Parts of items: text, and the outputs of tools.
-
-
 class ItemText(ClientModel):
     """Text of any role. Annotations are accepted without effect."""
 
@@ -197,10 +193,6 @@ def texts(content: str | Sequence[ItemText | RefusalPart | Unread]) -> list[str]
 def chat_content(content: str | Sequence[ItemText | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
     """Return a string or parts in chat's form."""
     return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts(content)]
-
-
-# ---------------------------------------------------------------------------------------------------------------- calls
-# Calls of tools and their outputs as items. Each kind of tool has its own items and events.
 
 
 def new_id(kind: str) -> str:

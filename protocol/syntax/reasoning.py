@@ -114,9 +114,6 @@ class Padding:
         return held
 
 
-# ------------------------------------------------------------------------------------------------------------ reasoning
-
-
 class ReasoningTags(NamedTuple):
     """The tags around the reasoning."""
 

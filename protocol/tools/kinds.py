@@ -194,10 +194,6 @@ KINDS: Final[Mapping[str, ToolKind]] = {
 """By the `type` of the tool, without the date of its version."""
 
 
-# ------------------------------------------------------------------------------------------------------------ functions
-# The tools of a request, independent of dialects.
-
-
 MAX_TOOLS = 1024
 MAX_TOOL_BYTES = 2 * 2**20
 """Of JSON, for all tools of a request: they are copied several times before the context is found too short."""

@@ -12,16 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.messages import MAX_STOP_STRINGS
-from protocol.anthropic.blocks import (
-    MAX_BLOCKS_IN_ALL,
-    Text,
-    Turn,
-    chat_messages,
-    misplaced_block,
-    system_text,
-    unanswered_calls,
-    with_results,
-)
+from protocol.anthropic import blocks
 from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, at_most_inside, fail_fast, type_of
 from protocol.errors import ApiError
 from protocol.openai.chat import MAX_MESSAGES
@@ -163,9 +154,12 @@ class CountTokensRequest(DialectRequest):
     labels: ClassVar[frozenset[str]] = DialectRequest.labels | {"cache_control"}
 
     messages: Annotated[
-        list[Turn], fail_fast, at_most_inside(MAX_BLOCKS_IN_ALL, "blocks"), at_most(MAX_MESSAGES, "messages")
+        list[blocks.Turn],
+        fail_fast,
+        at_most_inside(blocks.MAX_BLOCKS_IN_ALL, "blocks"),
+        at_most(MAX_MESSAGES, "messages"),
     ] = Field(min_length=1, examples=[[{"role": "user", "content": "What is a headrace?"}]])
-    system: Text | None = None
+    system: blocks.Text | None = None
     tools: Tools = Field(default_factory=list)
     mcp_servers: Annotated[list[Any], at_most(MAX_TOOLS, "servers")] = Field(default_factory=list)  # without effect
     container: Any = None  # without effect
@@ -185,7 +179,7 @@ class CountTokensRequest(DialectRequest):
 
     @model_validator(mode="after")
     def _blocks_are_in_their_places(self) -> Self:
-        if (wrong := misplaced_block(self.messages)) is not None:
+        if (wrong := blocks.misplaced_block(self.messages)) is not None:
             param, complaint = wrong
             raise InvalidRequest(f"{param}: {complaint}.", param=param)
         return self
@@ -194,17 +188,17 @@ class CountTokensRequest(DialectRequest):
     def left_out(self) -> LeftOut:
         servers = ("mcp",) if self.mcp_servers else ()
         container = () if self.container is None else ("container",)
-        items = container + types_of(with_results(self.messages))
+        items = container + types_of(blocks.with_results(self.messages))
         return LeftOut(types_of(self.tools) + servers, items, self.without_effect)
 
     def translate(self) -> MessagesChat:
         return chat_request(MessagesChat, self.chat_fields())
 
     def chat_fields(self) -> dict[str, Any]:
-        messages = chat_messages(self.messages)
+        messages = blocks.chat_messages(self.messages)
         if not messages:
             raise InvalidRequest("messages must have content: all of their blocks are missing.", param="messages")
-        if self.system is not None and (text := system_text(self.system)):
+        if self.system is not None and (text := blocks.system_text(self.system)):
             messages.insert(0, {"role": "system", "content": text})
         choice = self.tool_choice or ToolChoice(type="auto")
         parallel = not choice.disable_parallel_tool_use
@@ -215,7 +209,7 @@ class CountTokensRequest(DialectRequest):
             "tool_choice": choice.for_chat(),
             "parallel_tool_calls": parallel,
         }
-        if calls := unanswered_calls(self.messages[-1]):
+        if calls := blocks.unanswered_calls(self.messages[-1]):
             raise InvalidRequest(
                 f"messages.{len(self.messages) - 1}: `tool_use` ids were found without `tool_result` blocks "
                 f"immediately after: {calls}. Each `tool_use` block must have a corresponding `tool_result` block in "

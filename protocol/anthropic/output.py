@@ -17,16 +17,7 @@ from engine.messages import FinishReason, RequestOutput
 from protocol.answers import AnswerContext, Head, event_frame, raise_if_failed
 from protocol.anthropic.messages import MessagesRequest, envelope
 from protocol.errors import ApiError
-from protocol.syntax.message_parts import (
-    ContentDelta,
-    MessageParser,
-    MessagePart,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallInput,
-    ToolCallStart,
-    join,
-)
+from protocol.syntax import message_parts
 
 _TEXT_DELTA = (
     b"event: content_block_delta\n"
@@ -45,7 +36,7 @@ class MessageStreamWriter:
         self._max_tokens = request.max_tokens
         self._last: RequestOutput | None = None
         self._blocks = 0  # that have begun
-        self._open: type[MessagePart] | None = None  # the parts that the open block takes
+        self._open: type[message_parts.MessagePart] | None = None  # the parts that the open block takes
         self._signature = hashlib.blake2b()
 
     def feed_output(self, output: RequestOutput) -> bytes:
@@ -61,7 +52,7 @@ class MessageStreamWriter:
 
     def finish_stream(self) -> bytes:
         assert self._last is not None
-        frames = [] if self._blocks else self._begin(ContentDelta, {"type": "text", "text": ""})
+        frames = [] if self._blocks else self._begin(message_parts.ContentDelta, {"type": "text", "text": ""})
         frames += self._close()
         delta = {**_stop(self._last, self._parser, self._max_tokens), "container": None, "stop_details": None}
         usage = _usage(self._last, self._parser)
@@ -74,26 +65,28 @@ class MessageStreamWriter:
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
         return event_frame("error", envelope(error, self._request_id))
 
-    def _part(self, part: MessagePart) -> list[bytes]:
+    def _part(self, part: message_parts.MessagePart) -> list[bytes]:
         match part:
-            case ContentDelta(text):
-                frames = self._begin_unless_open(ContentDelta, {"type": "text", "text": ""})
+            case message_parts.ContentDelta(text):
+                frames = self._begin_unless_open(message_parts.ContentDelta, {"type": "text", "text": ""})
                 return [*frames, _TEXT_DELTA % (self._blocks - 1, orjson.dumps(text))]
-            case ReasoningDelta(text):
+            case message_parts.ReasoningDelta(text):
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                frames = self._begin_unless_open(ReasoningDelta, block)
+                frames = self._begin_unless_open(message_parts.ReasoningDelta, block)
                 self._signature.update(text.encode())
                 return [*frames, self._delta("thinking_delta", thinking=text)] if self._shows_thinking else frames
-            case ToolCallStart(_, call_id, name):
+            case message_parts.ToolCallStart(_, call_id, name):
                 call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                return self._close() + self._begin(ToolCallArguments, call)
-            case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):  # no tool here takes free text
+                return self._close() + self._begin(message_parts.ToolCallArguments, call)
+            case message_parts.ToolCallArguments(_, fragment) | message_parts.ToolCallInput(
+                _, fragment
+            ):  # no tool here takes free text
                 return [self._delta("input_json_delta", partial_json=fragment)]
 
-    def _begin_unless_open(self, kind: type[MessagePart], block: dict[str, Any]) -> list[bytes]:
+    def _begin_unless_open(self, kind: type[message_parts.MessagePart], block: dict[str, Any]) -> list[bytes]:
         return [] if self._open is kind else self._close() + self._begin(kind, block)
 
-    def _begin(self, kind: type[MessagePart], block: dict[str, Any]) -> list[bytes]:
+    def _begin(self, kind: type[message_parts.MessagePart], block: dict[str, Any]) -> list[bytes]:
         self._open = kind
         self._blocks += 1
         frames = [_event("content_block_start", {"index": self._blocks - 1, "content_block": block})]
@@ -105,7 +98,7 @@ class MessageStreamWriter:
         if self._open is None:
             return []
         frames = []
-        if self._open is ReasoningDelta:
+        if self._open is message_parts.ReasoningDelta:
             frames.append(self._delta("signature_delta", signature=self._signature.hexdigest()))
             self._signature = hashlib.blake2b()
         self._open = None
@@ -123,7 +116,7 @@ class MessageBodyWriter:
         self._parser = answer.parser()
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
-        self._parts: list[MessagePart] = []
+        self._parts: list[message_parts.MessagePart] = []
         self._last: RequestOutput | None = None
 
     def feed_output(self, output: RequestOutput) -> None:
@@ -138,21 +131,23 @@ class MessageBodyWriter:
 
     def _blocks(self) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
-        for part in join(self._parts):
+        for part in message_parts.join(self._parts):
             match part:
-                case ContentDelta(text):
+                case message_parts.ContentDelta(text):
                     blocks.append({"type": "text", "text": text})
-                case ReasoningDelta(text):
+                case message_parts.ReasoningDelta(text):
                     signature = hashlib.blake2b(text.encode()).hexdigest()
                     shown = text if self._shows_thinking else ""
                     blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
-                case ToolCallStart(index, _, name) if index in self._parser.cut_calls:
+                case message_parts.ToolCallStart(index, _, name) if index in self._parser.cut_calls:
                     blocks.append({"type": "text", "text": f'{{"name": {orjson.dumps(name).decode()}, "arguments": '})
-                case ToolCallStart(_, call_id, name):
+                case message_parts.ToolCallStart(_, call_id, name):
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
-                case ToolCallArguments(index, fragment) if index in self._parser.cut_calls:
+                case message_parts.ToolCallArguments(index, fragment) if index in self._parser.cut_calls:
                     blocks[-1]["text"] += fragment
-                case ToolCallArguments(_, fragment):  # an object as the model wrote it, as a stream gives it
+                case message_parts.ToolCallArguments(
+                    _, fragment
+                ):  # an object as the model wrote it, as a stream gives it
                     blocks[-1]["input"] = orjson.Fragment(fragment)
         return blocks or [{"type": "text", "text": ""}]
 
@@ -172,7 +167,7 @@ def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) ->
     }
 
 
-def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict[str, Any]:
+def _stop(output: RequestOutput, parser: message_parts.MessageParser, max_tokens: int) -> dict[str, Any]:
     """Return the reason for the message's end. An abort by the operator and an end within a call become
     `max_tokens`."""
     if output.finish_reason is FinishReason.LENGTH and output.num_output_tokens != max_tokens:
@@ -186,7 +181,9 @@ def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(output: RequestOutput, parser: MessageParser, *, output_tokens: int | None = None) -> dict[str, Any]:
+def _usage(
+    output: RequestOutput, parser: message_parts.MessageParser, *, output_tokens: int | None = None
+) -> dict[str, Any]:
     """Return the token counts. `input_tokens` are those that no cache had: the three inputs add up to the prompt."""
     thinking = parser.num_reasoning_tokens
     return {

@@ -18,26 +18,11 @@ from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
 from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, at_most_inside, check_size, fail_fast, refuse_type
 from protocol.errors import shown
+from protocol.openai import tools as openai_tools
 from protocol.openai.answers import AssistantMessage, ChatChoice, ChatCompletion
 from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.structured import BEYOND_GRAMMARS, LEAVES_OUT
-from protocol.openai.tools import (
-    AnyTool,
-    CalledFunction,
-    CalledTool,
-    CalledTools,
-    Choice,
-    FunctionCall,
-    Functions,
-    ToolChoice,
-    ToolName,
-    Tools,
-    check_demanded_grammars,
-    check_tool_choice,
-    tool_use,
-    tools_of,
-)
 from protocol.request_fields import RequestFields
 from protocol.syntax.message_parts import MessageFormat
 from protocol.syntax.message_syntax import MessageSyntax
@@ -84,8 +69,8 @@ class ChatMessage(ClientModel):
     content: Content | None = Field(default=None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: CalledTools | None = None
-    function_call: CalledFunction | None = None  # the same in its old form
+    tool_calls: openai_tools.CalledTools | None = None
+    function_call: openai_tools.CalledFunction | None = None  # the same in its old form
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same under its older name
     refusal: str | None = None  # instead of content
@@ -128,7 +113,7 @@ class ChatMessage(ClientModel):
         if role == "function":
             role, call_id = "tool", f"call_{self.name}"
         if self.function_call is not None and not calls:
-            calls = [CalledTool(id=f"call_{self.function_call.name}", function=self.function_call)]
+            calls = [openai_tools.CalledTool(id=f"call_{self.function_call.name}", function=self.function_call)]
         extras = {
             "name": self.name,
             "tool_call_id": call_id,
@@ -204,11 +189,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    tools: Tools = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
+    tools: openai_tools.Tools = Field(default_factory=list)
+    tool_choice: openai_tools.ToolChoice | None = None
     parallel_tool_calls: bool = True
-    functions: Functions | None = None  # tools in their old form
-    function_call: FunctionCall | None = None
+    functions: openai_tools.Functions | None = None  # tools in their old form
+    function_call: openai_tools.FunctionCall | None = None
     web_search_options: dict[str, Any] | None = None  # left out, as tools that search
 
     @model_validator(mode="after")
@@ -221,11 +206,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     def _tool_choice_can_be_met(self) -> Self:
         if self.functions is not None and self.tools:
             raise InvalidRequest("functions are the old form of tools; send one of them.", param="functions")
-        if self.functions is None and isinstance(self.function_call, ToolName):
+        if self.functions is None and isinstance(self.function_call, openai_tools.ToolName):
             raise InvalidRequest("function_call needs functions; send some or leave it out.", param="function_call")
-        check_tool_choice(*self._tools, self._tool_fields)
+        openai_tools.check_tool_choice(*self._tools, self._tool_fields)
         if self.tool_use is not None and self.tool_use.choice == "required":
-            check_demanded_grammars(self.tool_use, self._tool_fields)
+            openai_tools.check_demanded_grammars(self.tool_use, self._tool_fields)
         # A response format applies to an answer in words, which a demanded call replaces; other grammars to all text.
         grammars = self.grammars_asked_for.keys() - {"response_format"}
         if grammars and self.tool_use is not None and self.tool_use.choice == "required":
@@ -262,7 +247,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     def tool_use(self) -> ToolUse | None:
         """The tools that may be called; None if there are none."""
         tools, choice = self._tools
-        return tool_use(tools, choice, parallel=self.parallel_tool_calls and self.functions is None)
+        return openai_tools.tool_use(tools, choice, parallel=self.parallel_tool_calls and self.functions is None)
 
     @property
     def answers_in_old_form(self) -> bool:
@@ -273,11 +258,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         return ("tools", "tool_choice") if self.functions is None else ("functions", "function_call")
 
     @property
-    def _tools(self) -> tuple[Sequence[AnyTool], Choice | None]:
+    def _tools(self) -> tuple[Sequence[openai_tools.AnyTool], openai_tools.Choice | None]:
         """Tools and choice, which may have come as functions."""
         if self.functions is None:
             return self.tools, self.tool_choice
-        return tools_of(self.functions, self.function_call)
+        return openai_tools.tools_of(self.functions, self.function_call)
 
     def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
         """Make a demanded call a grammar, and let the text have tags that are special tokens.

@@ -18,16 +18,7 @@ from protocol.answers import DONE, Answer, AnswerContext, data_frame, encode, ra
 from protocol.errors import ApiError
 from protocol.openai.answers import AssistantMessage, CompletionTokensDetails, PromptTokensDetails, Usage
 from protocol.openai.logprobs import LogprobsWriter, joined, pieces, written
-from protocol.syntax.message_parts import (
-    ContentDelta,
-    MessageParser,
-    MessagePart,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallInput,
-    ToolCallStart,
-    join,
-)
+from protocol.syntax import message_parts
 
 if TYPE_CHECKING:
     from protocol.openai.generation import GenerationRequest
@@ -99,7 +90,7 @@ class _ChoicesWriter:
         num_echoed = len(self._answer.prompts[index // self._n]) if echoes else 0
         return self._wire.logprobs(self._answer.token_bytes, self._as_token_ids, self._answer.hidden_ids, num_echoed)
 
-    def _new_parser(self) -> MessageParser | None:
+    def _new_parser(self) -> message_parts.MessageParser | None:
         return None if self._answer.message_format.is_plain else self._answer.parser()
 
     def _of_prompt(self, index: int, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
@@ -113,7 +104,7 @@ class _ChoicesWriter:
             found["prompt_logprobs"] = joined(chain([[None]], shown))
         return found
 
-    def _finish_reason(self, reason: FinishReason, parser: MessageParser | None) -> str:
+    def _finish_reason(self, reason: FinishReason, parser: message_parts.MessageParser | None) -> str:
         word = api_finish_reason(reason, parser)
         return "function_call" if word == "tool_calls" and self._in_old_form else word
 
@@ -183,12 +174,16 @@ class ChoicesStreamWriter(_ChoicesWriter):
             self._meter.add(output)
         return data_frame(encode({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
-    def _message_parts(self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput) -> list[bytes]:
+    def _message_parts(
+        self, choice: _StreamedChoice, parser: message_parts.MessageParser, output: RequestOutput
+    ) -> list[bytes]:
         """Return a frame for each part of the message in `output`, the first one with its logprobs and token ids."""
-        parts = join(parser.read(output))
+        parts = message_parts.join(parser.read(output))
         self._meter.add_reasoning(output.index, parser.num_reasoning_tokens)
         match parts:
-            case [ContentDelta(text)] if not (output.logprobs or self._has_token_ids or self._continuous_usage):
+            case [message_parts.ContentDelta(text)] if not (
+                output.logprobs or self._has_token_ids or self._continuous_usage
+            ):
                 return [choice.frame(text)]
         deltas = [in_old_form(delta(part)) if self._in_old_form else delta(part) for part in parts]
         if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
@@ -302,7 +297,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
         )
 
 
-def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:
+def api_finish_reason(reason: FinishReason, parser: message_parts.MessageParser | None) -> str:
     """Return the `finish_reason` of a choice: `tool_calls` for calls, unless the client named the call.
 
     It is `length` if a call is cut off, because clients run the calls of other choices.
@@ -319,7 +314,7 @@ class _StreamedChoice(NamedTuple):
     prefix: bytes  # of a frame with only a text: the part before its JSON
     suffix: bytes
     write_logprobs: LogprobsWriter
-    parser: MessageParser | None  # None: the text is content
+    parser: message_parts.MessageParser | None  # None: the text is content
 
     def frame(self, text: str) -> bytes:
         return b"%b%b%b" % (self.prefix, orjson.dumps(text), self.suffix)
@@ -327,8 +322,8 @@ class _StreamedChoice(NamedTuple):
 
 @dataclass(slots=True)
 class _CollectedChoice:
-    parser: MessageParser | None
-    parts: list[MessagePart] = field(default_factory=list)
+    parser: message_parts.MessageParser | None
+    parts: list[message_parts.MessagePart] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
@@ -337,18 +332,18 @@ class _CollectedChoice:
     stop_reason: int | str | None = None
 
 
-def delta(part: MessagePart) -> dict[str, Any]:
+def delta(part: message_parts.MessagePart) -> dict[str, Any]:
     """Return `part` as the delta of a chunk: a call's id and name once, its arguments in pieces."""
     match part:
-        case ReasoningDelta(text):
+        case message_parts.ReasoningDelta(text):
             return {"reasoning": text, "reasoning_content": text}
-        case ContentDelta(text):
+        case message_parts.ContentDelta(text):
             return {"content": text}
-        case ToolCallStart(index):
+        case message_parts.ToolCallStart(index):
             return {"tool_calls": [{"index": index, **_begun(part)}]}
-        case ToolCallArguments(index, fragment):
+        case message_parts.ToolCallArguments(index, fragment):
             return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
-        case ToolCallInput(index, fragment):
+        case message_parts.ToolCallInput(index, fragment):
             return {"tool_calls": [{"index": index, "custom": {"input": fragment}}]}
 
 
@@ -358,28 +353,28 @@ def in_old_form(fields: dict[str, Any]) -> dict[str, Any]:
     return {**others, "function_call": fields["tool_calls"][0]["function"]} if "tool_calls" in fields else fields
 
 
-def _begun(start: ToolCallStart) -> dict[str, Any]:
+def _begun(start: message_parts.ToolCallStart) -> dict[str, Any]:
     if start.is_custom:
         return {"id": start.call_id, "type": "custom", "custom": {"name": start.name, "input": ""}}
     return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": ""}}
 
 
-def message_fields(parts: Iterable[MessagePart]) -> dict[str, Any]:
+def message_fields(parts: Iterable[message_parts.MessagePart]) -> dict[str, Any]:
     """Return the fields of a message of these parts. Content is null if there are only calls or reasoning."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
-    for part in join(parts):
+    for part in message_parts.join(parts):
         match part:
-            case ReasoningDelta(text):
+            case message_parts.ReasoningDelta(text):
                 reasoning.append(text)
-            case ContentDelta(text):
+            case message_parts.ContentDelta(text):
                 content.append(text)
-            case ToolCallStart():
+            case message_parts.ToolCallStart():
                 calls.append(_begun(part))
-            case ToolCallArguments(index, fragment):
+            case message_parts.ToolCallArguments(index, fragment):
                 calls[index]["function"]["arguments"] += fragment
-            case ToolCallInput(index, fragment):
+            case message_parts.ToolCallInput(index, fragment):
                 calls[index]["custom"]["input"] += fragment
     thought = "".join(reasoning) if reasoning else None
     fields = {

@@ -19,15 +19,7 @@ from protocol.errors import ApiError
 from protocol.openai.logprobs import ChatLogprobs, array_of, entries_of
 from protocol.responses.items import item_id, message_item, reasoning_item
 from protocol.responses.tools import CallForm
-from protocol.syntax.message_parts import (
-    ContentDelta,
-    MessageParser,
-    MessagePart,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallInput,
-    ToolCallStart,
-)
+from protocol.syntax import message_parts
 from protocol.tools.kinds import KINDS
 
 _TEXT_DELTA = (
@@ -48,7 +40,7 @@ _FUNCTION = CallForm(KINDS["function"], "")
 
 @dataclass(slots=True)
 class _OpenItem:
-    kind: type[MessagePart]  # the parts that it takes
+    kind: type[message_parts.MessagePart]  # the parts that it takes
     id: str
     index: int
     number: int | None = None  # the index of a call among the calls
@@ -59,11 +51,11 @@ class _OpenItem:
 
     def as_item(self, status: str) -> dict[str, Any]:
         text = "".join(self.text)
-        if self.kind is ContentDelta:
+        if self.kind is message_parts.ContentDelta:
             return message_item(
                 self.id, text, status, orjson.Fragment(array_of(self.logprobs)) if self.logprobs else None
             )
-        if self.kind is ReasoningDelta:
+        if self.kind is message_parts.ReasoningDelta:
             return reasoning_item(self.id, [text], status)
         return self.form.item(self.id, self.call_id, text, status)
 
@@ -85,7 +77,7 @@ class ResponseStreamWriter:
         done: Done = lambda response: None,
     ) -> None:
         self._head = head
-        self._parser: MessageParser | None = None
+        self._parser: message_parts.MessageParser | None = None
         self._echo = echo
         self._call_forms = call_forms or {}
         self._write_logprobs = write_logprobs
@@ -98,7 +90,7 @@ class ResponseStreamWriter:
         self._logprobs: list[Any] = []  # of tokens without text so far
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
-    def read_with(self, parser: MessageParser) -> Self:
+    def read_with(self, parser: message_parts.MessageParser) -> Self:
         """Set the parser, which depends on the end of the prompt. Return this writer."""
         self._parser = parser
         return self
@@ -166,7 +158,7 @@ class ResponseStreamWriter:
         is_whole = self._last.finish_reason is FinishReason.STOP and not self._cut_calls
         frames = []
         if self._open is None and not self._output:  # an empty answer is an empty message
-            frames += self._begin_item(self._new_item(ContentDelta, "msg"))
+            frames += self._begin_item(self._new_item(message_parts.ContentDelta, "msg"))
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()))
@@ -185,34 +177,36 @@ class ResponseStreamWriter:
 
     # --- items
 
-    def _part(self, part: MessagePart) -> list[bytes]:
+    def _part(self, part: message_parts.MessagePart) -> list[bytes]:
         match part:
-            case ContentDelta(text):
-                frames = self._begin_unless_open(ContentDelta, "msg")
+            case message_parts.ContentDelta(text):
+                frames = self._begin_unless_open(message_parts.ContentDelta, "msg")
                 frames.append(self._text_delta(text))
                 return frames
-            case ReasoningDelta(text):
-                frames = self._begin_unless_open(ReasoningDelta, "rs")
+            case message_parts.ReasoningDelta(text):
+                frames = self._begin_unless_open(message_parts.ReasoningDelta, "rs")
                 frames.append(self._delta("response.reasoning_text.delta", text, content_index=0))
                 return frames
-            case ToolCallStart(number, call_id, name, is_custom):
+            case message_parts.ToolCallStart(number, call_id, name, is_custom):
                 form = self._call_forms.get(name) or CallForm(KINDS["custom" if is_custom else "function"], name)
                 frames = self._close("completed")
-                item = self._new_item(ToolCallArguments, form.kind.id_prefix, number=number, call_id=call_id, form=form)
+                item = self._new_item(
+                    message_parts.ToolCallArguments, form.kind.id_prefix, number=number, call_id=call_id, form=form
+                )
                 return frames + self._begin_item(item)
-            case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):
+            case message_parts.ToolCallArguments(_, fragment) | message_parts.ToolCallInput(_, fragment):
                 assert self._open is not None
                 if (event := self._open.form.kind.event) is not None:
                     return [self._delta(f"{event}.delta", fragment)]
                 self._open.text.append(fragment)
                 return []
 
-    def _begin_unless_open(self, kind: type[MessagePart], prefix: str) -> list[bytes]:
+    def _begin_unless_open(self, kind: type[message_parts.MessagePart], prefix: str) -> list[bytes]:
         if self._open is not None and self._open.kind is kind:
             return []
         return self._close("completed") + self._begin_item(self._new_item(kind, prefix))
 
-    def _new_item(self, kind: type[MessagePart], prefix: str, **fields: Any) -> _OpenItem:
+    def _new_item(self, kind: type[message_parts.MessagePart], prefix: str, **fields: Any) -> _OpenItem:
         index = len(self._output)
         return _OpenItem(kind, item_id(prefix, self._head.id, index), index, **fields)
 
@@ -232,18 +226,18 @@ class ResponseStreamWriter:
             return []
         if item.number is not None:
             status = "incomplete" if item.number in self._cut_calls else "completed"
-        if item.kind is ContentDelta and self._logprobs:  # of tokens without text, as the last one
+        if item.kind is message_parts.ContentDelta and self._logprobs:  # of tokens without text, as the last one
             item.logprobs.append(entries_of(self._take_logprobs()))
         text = "".join(item.text)
         whole = item.as_item(status)
         self._output.append(whole)
         self._open = None
-        if item.kind is ToolCallArguments:
+        if item.kind is message_parts.ToolCallArguments:
             events = item.form.done_events(whole)
             frames = [self._event(name, **{"output_index": item.index, **fields}) for name, fields in events]
         else:
             part = whole["content"][0]
-            if item.kind is ContentDelta:
+            if item.kind is message_parts.ContentDelta:
                 fields = {"text": text, "logprobs": part["logprobs"]}
                 frames = [self._item_event("response.output_text.done", item, content_index=0, **fields)]
             else:

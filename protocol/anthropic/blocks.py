@@ -211,7 +211,7 @@ def unanswered_calls(last: Turn) -> str:
     return ", ".join(calls[:MAX_NAMED])
 
 
-def text_of(content: str | Sequence[Any]) -> str:
+def text_of(content: str | list[Any]) -> str:
     """Return the text of a string or of blocks, joined as chat joins its parts."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 

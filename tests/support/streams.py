@@ -38,7 +38,8 @@ def stream(server: Server, path: str, body: dict[str, Any]) -> Streamed:
     heads = set()
     with server.client.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200, answer.read()
-        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        lines = "".join(answer.iter_text()).split("\n")  # `iter_lines` also splits at U+2028 and others inside JSON
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
     for event in events:
         chunk = json.loads(event)

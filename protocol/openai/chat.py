@@ -168,7 +168,8 @@ class ConversationFields(RequestFields):
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(_RESERVED_VARIABLES & variables.keys()):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
-        return check_size(variables, MAX_TEMPLATE_KWARGS)
+        check_size(variables, MAX_TEMPLATE_KWARGS)
+        return variables
 
 
 class ChatCompletionRequest(ConversationFields, GenerationRequest):

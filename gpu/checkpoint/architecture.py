@@ -1,8 +1,8 @@
 """The parts of a model, their names in files, and mixtures of experts.
 
-A family of models is one `Architecture`. With a configuration it gives a `DecoderSpec`, which everybody reads who has
-to do with weights: the readers of files, the layers of `gpu.models`, the library of `gpu.cpu`. What computes something
-else is another class here and not a flag: readers choose by the class, and refuse one that they do not know.
+A family of models is one `Architecture`. With a configuration it gives a `DecoderSpec`, which the readers of files, the
+layers of `gpu.models` and the library of `gpu.cpu` use. Another computation is another class instead of a flag: readers
+choose by the class, and refuse one that they do not know.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a p
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of a Hugging Face checkpoint that holds a part of every expert, [experts, in_features, outputs], and
-    perhaps one of their biases, `name`_bias [experts, outputs]. It may be there in MXFP4: `gpu.checkpoint.tensors`."""
+    """A tensor of a Hugging Face checkpoint with a part of every expert, [experts, in_features, outputs], possibly with
+    biases `name`_bias [experts, outputs]. It may be in MXFP4: `gpu.checkpoint.tensors`."""
 
     name: str
-    start: int = 0  # which of the outputs are the part's: from this on every `step`-th
+    start: int = 0  # the part has every `step`-th output from this one on
     step: int = 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """A matrix [out_features, in_features], or a vector, and perhaps a bias [out_features]."""
+    """A matrix [out_features, in_features] or a vector, possibly with a bias [out_features]."""
 
     name: str  # in a Hugging Face checkpoint, without `suffix` and ".bias"
     gguf: str  # the same in a GGUF file
     shape: tuple[int, ...]
     bias: bool = False
-    offset: float = 0.0  # to be added to what a Hugging Face checkpoint has; a GGUF file has the sums
+    offset: float = 0.0  # added to the numbers of a Hugging Face checkpoint; a GGUF file has the sums
     gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
     suffix: str = ".weight"  # a GGUF file's is always this
-    ranges: Ranges | None = None  # of the checkpoint's tensor, where this is one rank's part (`gpu.sharding`)
-    expert: int | None = None  # in a GGUF file, and in a `stack`, it lies under this number among those of all experts
+    ranges: Ranges | None = None  # of the checkpoint's tensor, if this is one rank's part (`gpu.sharding`)
+    expert: int | None = None  # its index in the tensor of all experts, in a GGUF file or in a `stack`
     stack: Stack | None = None  # None: it has a tensor of its own in a Hugging Face checkpoint
 
     @property
     def weight_name(self) -> str:
-        """Of the matrix or vector in a Hugging Face checkpoint."""
+        """The name of the matrix or vector in a Hugging Face checkpoint."""
         return self.name + self.suffix
 
 
@@ -57,19 +57,19 @@ class RMSNormSpec:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer. Layers of equal heads share what prepares a step."""
+    """The heads of an attention layer. Layers with equal heads share the preparation of a step."""
 
     query: int
     kv: int
     dim: int
-    scale: float  # what scores are multiplied by
+    scale: float  # scores are multiplied by it
     window: int | None = None  # tokens that a query sees, itself included; None: all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The angles of rotary positions (`gpu.rotary`). Layers of equal ones share a table."""
+    """The angles of rotary positions (`gpu.rotary`). Layers with equal angles share a table."""
 
     theta: float
     scaling: RopeScaling | None = None
@@ -79,9 +79,8 @@ class Rope:
 class AttentionSpec:
     """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them.
 
-    `sinks` [query heads] are scores of nothing, as gpt-oss has them (Xiao et al., arXiv:2309.17453, has tokens for it):
-    each takes its share of its head's softmax, beside the tokens, and adds no value. Neither scale nor softcap changes
-    them.
+    `sinks` [query heads] are additional scores, as in gpt-oss (Xiao et al., arXiv:2309.17453, uses tokens instead):
+    each takes its share of its head's softmax and adds no value. Neither scale nor softcap changes them.
     """
 
     heads: Heads
@@ -108,8 +107,8 @@ class GeGLUSpec(SwiGLUSpec):
 
 @dataclass(frozen=True)
 class ClampedSwiGLUSpec(SwiGLUSpec):
-    """down((u + 1) * g * sigmoid(alpha * g)), as gpt-oss has it: g is gate(x), but `limit` at most, and u is up(x),
-    kept within -limit and limit."""
+    """down((u + 1) * g * sigmoid(alpha * g)), as in gpt-oss: g is gate(x) limited to `limit` from above, and u is up(x)
+    limited to -limit and limit."""
 
     alpha: float
     limit: float
@@ -117,24 +116,21 @@ class ClampedSwiGLUSpec(SwiGLUSpec):
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts (Shazeer et al., arXiv:1701.06538): the `top_k` experts to which the router gives the
-    largest scores, of equal ones the first, added up by their shares of the softmax over all scores; with `normalized`
-    over those of the chosen."""
+    """A mixture of experts (Shazeer et al., arXiv:1701.06538): the sum of the `top_k` experts with the largest scores
+    of the router (of equal ones the first), each times its share of the softmax over all scores, or with `normalized`
+    over the chosen experts' scores."""
 
     router: Part  # [experts of the model, hidden]
-    experts: tuple[SwiGLUSpec, ...]  # all alike; those that are here
+    experts: tuple[SwiGLUSpec, ...]  # all of one kind and shape; a rank may have some of the model's
     top_k: int
     normalized: bool
-    first: int = 0  # which of the model's experts the first of `experts` is
+    first: int = 0  # the index of `experts[0]` in the model
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Attention and a feed-forward network, each behind its norm and added to the residual stream, perhaps normed again
-    before that.
-
-    Where there is another kind of either, it becomes a union here, and mypy names the readers that lack it.
-    """
+    """Attention and a feed-forward network. Each comes after its norm, and its output is added to the residual stream,
+    possibly after another norm. Kinds of networks form a union here, so mypy names readers that lack one."""
 
     attention_norm: RMSNormSpec
     attention: AttentionSpec
@@ -146,8 +142,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer, or what one rank has of it (`gpu.sharding`): a stage that is not the last has
-    neither norm nor head, and one that is not the first has an embedding only if that is its head."""
+    """A decoder-only transformer, or one rank's part of it (`gpu.sharding`): only the last stage has norm and head, and
+    only the first has the embedding, unless it is also the head of the last."""
 
     embedding: Part | None
     layers: tuple[LayerSpec, ...]
@@ -155,27 +151,27 @@ class DecoderSpec:
     head: Part | None  # None: the embedding is the head too
     embedding_scale: float = 1.0  # rows of the embedding are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
-    first_layer: int = 0  # of the model's that `layers` begin with
+    first_layer: int = 0  # the index of `layers[0]` in the model
 
 
 def records_of(spec: object) -> Iterator[Any]:
-    """`spec` and all records within it, in the order of their fields."""
+    """Yield `spec` and all records within it, in the order of their fields."""
     if isinstance(spec, tuple):
         for item in spec:
             yield from records_of(item)
     elif hasattr(spec, "__dataclass_fields__"):
         yield spec
-        for item in vars(spec).values():  # in the order of the fields, which `dataclasses.fields` takes long to tell
+        for item in vars(spec).values():  # in the order of the fields; `dataclasses.fields` is slow
             yield from records_of(item)
 
 
 def parts_of(spec: object) -> Iterator[Part]:
-    """All parts of a decoder or of a layer."""
+    """Yield all parts of a decoder or a layer."""
     return (record for record in records_of(spec) if isinstance(record, Part))
 
 
 def llama_layer(config: ModelConfig, index: int, *, gguf_heads: bool = False) -> LayerSpec:
-    """A layer of Llama, which most families share. `gguf_heads`: see `Part`."""
+    """Return a layer of Llama, which most families share. `gguf_heads`: see `Part`."""
     hidden, inner, dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, dim**-0.5, config.window(index))
 
@@ -224,31 +220,29 @@ LLAMA_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One family of models: what its files are called and mean, and what each of its layers is made of.
-
-    The numbers that all families have are in `gpu.checkpoint.config`.
-    """
+    """One family of models: the names and meaning of its files, and the parts of its layers. The numbers that all
+    families have are in `gpu.checkpoint.config`."""
 
     name: str  # in `architectures` of config.json
-    gguf: str | None = None  # `general.architecture` of a GGUF file; None: there are none, or they say another family's
+    gguf: str | None = None  # `general.architecture` of GGUF files; None: there are none, or they name another family
     # The values of keys that a config.json lacks: the defaults of transformers' configuration class for this family.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset({"sliding_window"})  # numbers for which config.json may have null
     model_type: str | None = None  # the value in config.json by which transformers chooses the family
     allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
-    attention_bias: bool = False  # on q, k and v; a GGUF file shows by its tensors whether there are any
+    attention_bias: bool = False  # on q, k and v; for a GGUF file its tensors decide
     qk_norm: bool = False  # likewise
-    numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # its own, for `ModelConfig.numbers`
-    quantizations: frozenset[str] = frozenset()  # `quant_method` of config.json that are read, besides none
-    yarn_truncate: bool = True  # `RopeScaling.truncate` of its GGUF files, which do not say it
-    full_layers: int = 0  # with windows every so many-th layer sees all where no file says which; 0: none does
+    numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # of this family alone, for `ModelConfig.numbers`
+    quantizations: frozenset[str] = frozenset()  # supported values of `quant_method` in config.json, besides none
+    yarn_truncate: bool = True  # `RopeScaling.truncate` for GGUF files, which do not have it
+    full_layers: int = 0  # every n-th layer has no window if the file does not name them; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
-    finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # what is not a layer's
+    finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # changes other than of layers
 
     def spec(self, config: ModelConfig) -> DecoderSpec:
-        """All parts of a model of this family."""
+        """Return all parts of a model of this family."""
         size = (config.vocab_size, config.hidden_size)
         spec = DecoderSpec(
             embedding=Part("model.embed_tokens", "token_embd", size),
@@ -259,8 +253,7 @@ class Architecture:
         return self.finish(spec, config)
 
 
-# -------------------------------------------------------------------------------------------------------------- experts
-# What the families with a mixture of experts have in common.
+_NETWORKS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 
 
 def mixture_of_experts(
@@ -268,15 +261,15 @@ def mixture_of_experts(
     index: int,
     *,
     router: str,
-    networks: tuple[str, str, str],
+    networks: tuple[str, str, str] = _NETWORKS,
     inner: int,
     normalized: bool,
     bias: bool = False,
     stacks: tuple[Stack, Stack, Stack] | None = None,
     clamp: tuple[float, float] | None = None,
 ) -> MoESpec:
-    """Of layer `index`. `router` and `networks` (gate, up, down) are names within it, the latter with the place of the
-    expert's number; `stacks`, where there are some, of tensors within it. `clamp`: alpha and limit."""
+    """Return the mixture of layer `index`. `router`, `networks` (gate, up, down, with a place for the expert's number)
+    and `stacks` are names within the layer. `clamp` is alpha and limit."""
     hidden, count = config.hidden_size, config.num_experts
     prefix = f"model.layers.{index}"
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))

@@ -1,8 +1,7 @@
-"""Bounds on tokenizers that strangers made.
+"""Bounds on tokenizers of unknown origin.
 
-A tokenizer is a chain of steps around its model. The library runs whatever they say: three replacements of a letter by
-65,536 of them ask for more memory than there is, which ends the process, and no `except` sees it. So the JSON is read
-before the library builds anything of it.
+A tokenizer is a chain of steps around a model, and the library runs any steps: three that replace a letter by 65,536
+letters exhaust the memory, which ends the process without an exception. So the JSON is checked before it is built.
 """
 
 from __future__ import annotations
@@ -19,25 +18,31 @@ from tokenizers import Tokenizer
 
 from gpu.checkpoint.config import FIELDS, ModelError, shown
 
-MAX_ADDED_TOKENS = 2**16
-MAX_TOKEN = 4096  # characters; the longest there are have fewer than 1,000
-_MOST_STEPS = 64
-_LONGEST_LIST = 64
-_LONGEST_TEXT = 64  # characters that a step puts into a text, or looks for
-_LONGEST_PATTERN = 4096
-_MOST_GROWTH = 64  # times, of all steps in a row
-_LONGEST_WORD = 1000  # characters that WordPiece searches for tokens, in a time that grows as their square
+logger = logging.getLogger(__name__)
 
+MAX_ADDED_TOKENS = 2**16
+MAX_TOKEN = 4096  # characters; the longest known token has fewer than 1,000
+_MAX_STEPS = 64
+_MAX_LIST = 64
+_MAX_TEXT = 64  # characters that a step inserts or searches
+_MAX_PATTERN = 4096
+_MAX_GROWTH = 64  # times, of all steps in a row
+_MAX_WORD = 1000  # characters that WordPiece searches for tokens, in a time that grows as their square
+_MAX_SAMPLE_TOKENS = 4096  # of `_SAMPLE`, which has 50 characters
+# Letters with and without accents, digits, blanks, a word in another script, an emoji, a broken special token.
+_SAMPLE = "Hello, wörld! 12 345\n\t  中文 Привет 🙂 <|im_start|> a"
+
+# The sections of a tokenizer.json, and the key of the steps in a sequence of each.
 _SECTIONS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "post_processor": "processors",
     "decoder": "decoders",
-}  # and where a sequence of them keeps its steps
-# By how much a step that says nothing of it lengthens a text at most: bytes become letters, blanks go around a letter.
+}
+# The growth of a text by a step without parameters for it: bytes become letters, blanks go around a letter.
 _GROWTH = {"ByteLevel": 4, "BertNormalizer": 3, "BPEDecoder": 2, "CTC": 2, "WordPiece": 2}
 
-# One pass over a text takes these a time that grows as its length.
+# The time of these steps is proportional to the length of a text.
 _HARMLESS = {
     "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "Prepend",
     "ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer",
@@ -47,7 +52,7 @@ _HARMLESS_GROWTH = 4
 
 
 def word_pattern(digits: str) -> str:
-    """How Llama 3 and its descendants cut a text; they differ in how many `digits` make a word."""
+    """Return the pattern by which Llama 3 and its descendants cut a text. They differ in the `digits` of a word."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
         r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -66,9 +71,9 @@ _KNOWN_PATTERNS = {word_pattern(LLAMA3_DIGITS), word_pattern(QWEN2_DIGITS), _GPT
 
 
 def is_known(tokenizer: Tokenizer) -> bool:
-    """Whether the time that a text takes is known to grow as its length: byte-pair encoding behind known regexes.
+    """Return True if the time to encode a text is proportional to its length: byte-pair encoding with known regexes.
 
-    The regexes of others may take seconds for a few thousand characters, in which no thread can be stopped.
+    Unknown regexes may take seconds for a few thousand characters, and no thread can be stopped in one.
     """
     steps = [
         step
@@ -100,10 +105,10 @@ def check_steps(tokenizer: dict[str, Any], source: str) -> None:
                 if section == "decoder" and "Regex" in (step.get("pattern") or ()):
                     raise ModelError(f"{source}: decoder {step['type']} has a regex; only a text is allowed there.")
                 growth *= _growth(step, source)
-                if growth > _MOST_GROWTH:
+                if growth > _MAX_GROWTH:
                     raise ModelError(
                         f"{source}: the {section} makes a text up to {growth:,.0f} times as long by its step "
-                        f"{step['type']}; up to {_MOST_GROWTH} times are allowed for all steps."
+                        f"{step['type']}; up to {_MAX_GROWTH} times are allowed for all steps."
                     )
     _check_model(tokenizer.get("model"), source)
     added = tokenizer.get("added_tokens") or []
@@ -115,7 +120,7 @@ def check_steps(tokenizer: dict[str, Any], source: str) -> None:
 
 
 def check_lengths(tokens: Any, source: str) -> None:
-    """Raise `ModelError` for the first token that is longer than any model's."""
+    """Raise `ModelError` for the first token of more than `MAX_TOKEN` characters."""
     for token in tokens:
         if isinstance(token, str) and len(token) > MAX_TOKEN:
             raise ModelError(
@@ -124,45 +129,45 @@ def check_lengths(tokens: Any, source: str) -> None:
 
 
 def _steps(section: Any, name: str, source: str) -> Iterator[dict[str, Any]]:
-    """The steps of a section in their order, out of the sequences that hold them."""
+    """Yield the steps of a section in order, without the sequences that hold them."""
     left, seen = [section] if section is not None else [], 0
     while left:
         step = left.pop()
         seen += 1
-        if seen > _MOST_STEPS:
-            raise ModelError(f"{source}: the {name} has more than {_MOST_STEPS} steps.")
-        # The library also guesses what a step without a type is.
+        if seen > _MAX_STEPS:
+            raise ModelError(f"{source}: the {name} has more than {_MAX_STEPS} steps.")
+        # A type is required, because the library guesses the type of a step without one.
         if not isinstance(step, dict) or not isinstance(step.get("type"), str):
             raise ModelError(f"{source}: each step of the {name} must be an object with a type, got {shown(step)}.")
         if step["type"] != "Sequence":
             yield step
             continue
         inner = step.get(_SECTIONS[name])
-        if not isinstance(inner, list) or len(inner) > _MOST_STEPS:
+        if not isinstance(inner, list) or len(inner) > _MAX_STEPS:
             raise ModelError(
-                f"{source}: a sequence in the {name} must have up to {_MOST_STEPS} steps, got {shown(inner)}."
+                f"{source}: a sequence in the {name} must have up to {_MAX_STEPS} steps, got {shown(inner)}."
             )
         left.extend(reversed(inner))
 
 
-def _check_values(value: Any, what: str, source: str, longest: int = _LONGEST_TEXT) -> None:
-    """Every text and every list in a step is short."""
+def _check_values(value: Any, what: str, source: str, longest: int = _MAX_TEXT) -> None:
+    """Raise `ModelError` for a long text or list in a step."""
     match value:
         case str() if len(value) > longest:
             raise ModelError(f"{source}: {what} has a text of {len(value):,} characters; up to {longest} are allowed.")
-        case dict() | list() if len(value) > _LONGEST_LIST:
-            raise ModelError(f"{source}: {what} holds {len(value):,} values; up to {_LONGEST_LIST} are allowed.")
+        case dict() | list() if len(value) > _MAX_LIST:
+            raise ModelError(f"{source}: {what} holds {len(value):,} values; up to {_MAX_LIST} are allowed.")
         case dict():
             for key, inner in value.items():
                 if key != "precompiled_charsmap":  # see _growth
-                    _check_values(inner, what, source, _LONGEST_PATTERN if key in ("Regex", "String") else longest)
+                    _check_values(inner, what, source, _MAX_PATTERN if key in ("Regex", "String") else longest)
         case list():
             for inner in value:
                 _check_values(inner, what, source, longest)
 
 
 def _growth(step: dict[str, Any], source: str) -> float:
-    """How many times as long this step makes a text at most."""
+    """Return the largest factor by which this step can lengthen a text."""
     kind = step["type"]
     if kind == "Replace":
         content, pattern = step.get("content"), step.get("pattern")
@@ -171,7 +176,7 @@ def _growth(step: dict[str, Any], source: str) -> float:
             return 1.0  # the library refuses it
         if isinstance(text, str) and text:
             return max(1.0, len(content) / len(text))
-        return 1.0 + len(content)  # which may stand before every letter
+        return 1.0 + len(content)  # the pattern may match before every letter
     if kind == "Precompiled":
         return _longest_mapped(step.get("precompiled_charsmap"), source)
     if kind == "TemplateProcessing":
@@ -181,8 +186,8 @@ def _growth(step: dict[str, Any], source: str) -> float:
 
 
 def _longest_mapped(charsmap: Any, source: str) -> float:
-    """The longest text that SentencePiece's map gives for a letter: behind a trie, whose size comes first, texts that
-    end in a null byte."""
+    """Return the length of the longest text that SentencePiece's map has for a letter. The map is the size of a trie,
+    the trie, and texts that end in a null byte."""
     if not isinstance(charsmap, str):
         return 1.0
     try:
@@ -201,29 +206,16 @@ def _check_model(model: Any, source: str) -> None:
         if isinstance(value, str):
             _check_values(value, f"the model's {key}", source)
     longest = model.get("max_input_chars_per_word")
-    if type(longest) is int and longest > _LONGEST_WORD:
-        raise ModelError(
-            f"{source}: max_input_chars_per_word must be an integer from 0 to {_LONGEST_WORD}, got {longest}."
-        )
-
-
-# ---------------------------------------------------------------------------------------------------- foreign tokenizer
-# Guards around the tokenizers library, which is handed what strangers wrote.
-#
-# What it dislikes ends in a bare Exception, and what it did not think of in a panic of Rust, which reaches Python as a
-# BaseException that no `except Exception` catches.
-
-
-logger = logging.getLogger(__name__)
-
-# Letters with and without accents, digits, blanks, a word in another script, an emoji, a broken special token.
-_SAMPLE = "Hello, wörld! 12 345\n\t  中文 Привет 🙂 <|im_start|> a"
-_MOST_TOKENS = 4096  # of the sample, which has 50 characters
+    if type(longest) is int and longest > _MAX_WORD:
+        raise ModelError(f"{source}: max_input_chars_per_word must be an integer from 0 to {_MAX_WORD}, got {longest}.")
 
 
 @contextmanager
 def tokenizer_errors(what: str) -> Iterator[None]:
-    """Whatever the library raises becomes a `ModelError` that begins with `what`."""
+    """Turn every error of the tokenizers library into a `ModelError` that begins with `what`.
+
+    The library raises bare Exceptions, and a panic of Rust is a BaseException that no `except Exception` catches.
+    """
     try:
         yield
     except ModelError:
@@ -235,17 +227,16 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_size: int, *, source: str) -> None:
-    """Raise `ModelError` for a tokenizer that cannot be used: a vocabulary out of bounds, or a text that breaks it.
+    """Raise `ModelError` for a tokenizer with a vocabulary out of bounds, or one that fails on a sample text.
 
-    `vocabulary` has the id of each token, which the tokenizer itself takes long to tell. Some models that work have a
-    few tokens more than rows in their embedding, for padding that nobody asks for: these are served, and a request with
-    such a token is refused.
+    `vocabulary` has the id of each token; to get it from the tokenizer takes long. Some working models have more tokens
+    than rows in their embedding, as padding: they are served, and a request with such a token is refused.
     """
     most = FIELDS["vocab_size"].high
     with tokenizer_errors(f"{source} has a tokenizer that cannot be used"):
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         if not any(token and token not in special for token in vocabulary):
-            raise ModelError(f"{source}: the tokenizer's vocabulary is empty but for special tokens.")
+            raise ModelError(f"{source}: the tokenizer's vocabulary is empty, apart from special tokens.")
         check_lengths(vocabulary, source)
         highest = max(vocabulary.values())
         if highest >= most:
@@ -259,9 +250,9 @@ def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_s
             )  # fmt: skip
         for add_special_tokens in (True, False):
             token_ids = tokenizer.encode(_SAMPLE, add_special_tokens=add_special_tokens).ids
-            if len(token_ids) > _MOST_TOKENS or max(token_ids, default=0) > highest:
+            if len(token_ids) > _MAX_SAMPLE_TOKENS or max(token_ids, default=0) > highest:
                 raise ModelError(
                     f"{source}: the tokenizer makes {len(token_ids):,} tokens of {len(_SAMPLE)} characters, with ids "
-                    f"up to {max(token_ids):,}; up to {_MOST_TOKENS:,} are allowed, with ids up to {highest:,}."
+                    f"up to {max(token_ids):,}; up to {_MAX_SAMPLE_TOKENS:,} are allowed, with ids up to {highest:,}."
                 )
             tokenizer.decode(token_ids, skip_special_tokens=not add_special_tokens)

@@ -1,7 +1,7 @@
-"""Gemma 2 and 3, of text. What differs from Llama is told in `_layer` and `_finish`.
+"""The text models of Gemma 2 and 3. `_layer` and `_finish` have the differences from Llama.
 
-Layers with a window and such that see everything alternate in a pattern that Gemma's GGUF files and older config.json
-do not tell: every second layer of Gemma 2 is full, every sixth of Gemma 3.
+Layers with and without a window alternate. GGUF files and older config.json do not have the pattern: every second layer
+of Gemma 2 is full, every sixth of Gemma 3.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _gemma_norm(norm: RMSNormSpec) -> RMSNormSpec:
 
 
 def _layer(config: ModelConfig, index: int, *, largest: int) -> LayerSpec:
-    """Norms by 1 + w, four of them, GeGLU, and scores by a number of the configuration. GGUF files do not have it: it
-    is the head's size, but for the `largest` of a family, told by its layers, the share of a head in the hidden size.
+    """Four norms by 1 + w, GeGLU, and a scale of scores from the configuration. GGUF files do not have the scale: it is
+    that of the head's size, except for the model with `largest` layers, where it is the hidden size over the heads.
     """
     layer, numbers = llama_layer(config, index), config.numbers
     attention, inner = layer.attention, layer.feed_forward

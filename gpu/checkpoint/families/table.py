@@ -1,8 +1,4 @@
-"""All families by their names in files, with their specifications.
-
-Checkpoints of gpt-oss have the experts of a layer as one tensor, with rows of gate and up in turn, in bfloat16 or
-MXFP4.
-"""
+"""All families by their names in files, with their specifications."""
 
 from __future__ import annotations
 
@@ -24,7 +20,8 @@ from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, Head
 from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
 
 
-def _layer(config: ModelConfig, index: int) -> LayerSpec:
+def _gpt_oss_layer(config: ModelConfig, index: int) -> LayerSpec:
+    """Checkpoints have the experts of a layer as one tensor, with rows of gate and up in turn, in bfloat16 or MXFP4."""
     layer = llama_layer(config, index)
     attention, norm = layer.attention, layer.feed_forward_norm.weight
     in_hf, in_gguf = f"model.layers.{index}.self_attn.sinks", f"blk.{index}.attn_sinks"
@@ -33,7 +30,6 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
         config,
         index,
         router="mlp.router",
-        networks=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
         inner=config.intermediate_size,
         normalized=True,
         bias=True,
@@ -83,14 +79,11 @@ GPT_OSS = Architecture(
     yarn_truncate=False,
     full_layers=2,
     window_keys=frozenset({"sliding_window", "layer_types"}),
-    layer=_layer,
+    layer=_gpt_oss_layer,
 )
 
 
-# ------------------------------------------------------------------------------------------------------------ qwen3 moe
 # Qwen 3 with experts, in all layers but those that a config.json names.
-
-
 def _qwen3_moe_layer(config: ModelConfig, index: int) -> LayerSpec:
     layer = llama_layer(config, index)
     if index in config.dense_layers:
@@ -99,7 +92,6 @@ def _qwen3_moe_layer(config: ModelConfig, index: int) -> LayerSpec:
         config,
         index,
         router="mlp.gate",
-        networks=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
         inner=int(config.numbers["moe_intermediate_size"]),
         normalized=bool(config.numbers["norm_topk_prob"]),
     )
@@ -123,10 +115,7 @@ QWEN3_MOE = Architecture(
 )
 
 
-# -------------------------------------------------------------------------------------------------------------- mixtral
 # Mixtral: Mistral with experts in every layer. Its GGUF files call themselves llama.
-
-
 def _mixtral_layer(config: ModelConfig, index: int) -> LayerSpec:
     experts = mixture_of_experts(
         config,
@@ -150,10 +139,7 @@ MIXTRAL = Architecture(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- qwen2
 # Qwen 2 and 2.5, with biases on queries, keys and values.
-
-
 WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 
@@ -168,10 +154,7 @@ QWEN2 = Architecture(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- qwen3
 # Qwen 3, with norms on queries and keys.
-
-
 QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
@@ -183,10 +166,7 @@ QWEN3 = Architecture(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- llama
 # Llama, and the many that took over its shape: SmolLM2, TinyLlama, DeepSeek's distillates.
-
-
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
@@ -196,10 +176,7 @@ LLAMA = Architecture(
 )
 
 
-# -------------------------------------------------------------------------------------------------------------- mistral
 # Mistral, with a sliding window. Its GGUF files call themselves llama.
-
-
 MISTRAL = Architecture(
     name="MistralForCausalLM",
     model_type="mistral",
@@ -209,16 +186,13 @@ MISTRAL = Architecture(
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- table
-
-
 _FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
 FAMILIES: dict[str, Architecture] = {family.name: family for family in _FAMILIES}
-FAMILIES["Gemma3ForConditionalGeneration"] = GEMMA3  # of which the text part is served
+FAMILIES["Gemma3ForConditionalGeneration"] = GEMMA3  # only the text part is served
 
 
 def spec_of(config: ModelConfig) -> DecoderSpec:
-    """What a model of this configuration is made of. Raises ModelError for an architecture that is not supported."""
+    """Return the specification of a model. Raises ModelError for an architecture that is not supported."""
     if config.architecture not in FAMILIES:
         raise ModelError(f"Architecture {config.architecture!r} is not supported; supported are {', '.join(FAMILIES)}.")
     return FAMILIES[config.architecture].spec(config)

@@ -239,7 +239,7 @@ class DeviceStep:
             for values, i in zip(self.every.numpy(), self.features.asking_all.tolist(), strict=True):
                 sample = asking[i]
                 found[sample].every = values.tobytes()
-                found[sample] = self.named_tokens.told(int(rows_of[sample]), found[sample])
+                found[sample] = self.named_tokens.answer(int(rows_of[sample]), found[sample])
         return found
 
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from gpu.kernels.dispatch import libdevice, on_triton, tl, triton
 from gpu.sampling.columns import FILTERS
-from gpu.sampling.draw import random_bits
-from gpu.sampling.torch_draw import cutoffs
+from gpu.sampling.draw import cutoffs, random_bits
 
 CHUNK = 4096
 
@@ -254,13 +253,13 @@ def launch_cutoffs(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], ro
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return the lowest logit that each row keeps, float32 [S], by `gpu.sampling.torch_draw` in float64. Greedy rows
-    keep all."""
+    """Return the lowest logit that each row keeps, float32 [S], by `gpu.sampling.draw` in float64. Greedy rows keep
+    all."""
     temperature = columns["temperature"][rows].double().unsqueeze(1)
     probs = (logits.double() / temperature.clamp(min=1e-30)).softmax(-1)
-    filters = (columns[column.name][rows] for column in FILTERS)
-    level = cutoffs(probs, *(part.double() if part.is_floating_point() else part.long() for part in filters))
-    kept = (probs >= level.unsqueeze(1)) | (temperature == 0)
+    filters = (columns[column.name][rows].cpu().numpy().astype(column.dtype) for column in FILTERS)
+    levels, _ = cutoffs(probs.cpu().numpy(), *filters)
+    kept = (probs >= torch.from_numpy(levels).to(probs.device).unsqueeze(1)) | (temperature == 0)
     return logits.masked_fill(~kept, float("inf")).amin(-1).float()
 
 

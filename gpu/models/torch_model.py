@@ -23,7 +23,7 @@ from gpu.host import has_bfloat16_instructions
 from gpu.models.communicators import SharedTensors
 from gpu.models.decoder import CausalLM
 from gpu.runner.runner import ModelInputs
-from gpu.sampling import torch_draw
+from gpu.sampling import draw as numpy_draw
 from gpu.sampling.draw import Shards, largest
 from gpu.sharding import Communicator, vocabulary
 from gpu.weights.tensors import as_tensors
@@ -43,7 +43,7 @@ class TorchModel:
         self.shards = None if model.communicator is None else self._shards(model.communicator)
         self.forms = f"{str(dtype).removeprefix('torch.')} weights (torch)"
         library = load_library()
-        self.draw = torch_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
+        self.draw = numpy_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
         self.set_max_model_len = model.set_max_model_len
         self.kv_caches: list[torch.Tensor] = []
 

@@ -130,7 +130,7 @@ class ModelRunner:
         output = sample(compute_logits(sampled), metadata, self._model.draw, self._shards)
         for place, entry in output.logprobs.items():
             if entry.every is not None:
-                output.logprobs[place] = self.rows.named_tokens.told(int(rows[place]), entry)
+                output.logprobs[place] = self.rows.named_tokens.answer(int(rows[place]), entry)
         return output
 
 

@@ -20,7 +20,7 @@ from engine.plan import NewRequestData
 
 @dataclass(frozen=True)
 class Column:
-    """`default` is what a row holds in which there is no request: whatever can be off is off."""
+    """One number of every request. `default` is the number of a row without a request, with every feature off."""
 
     name: str
     dtype: type[np.generic]  # on the host
@@ -30,19 +30,19 @@ class Column:
 
     @property
     def device_dtype(self) -> type[np.generic]:
-        """32 bits are enough for all but a seed, whose 64 are read as a signed number."""
+        """The type on a device: 32 bits, except for a seed, which has 64 bits, read as a signed number."""
         if self.dtype is np.uint64:
             return np.int64
         return np.float32 if issubclass(self.dtype, np.floating) else np.int32
 
 
 def parameter(name: str, dtype: type[np.generic]) -> Column:
-    """The column of a number in `SamplingParams`, taken as it is."""
+    """Return the column of a number in `SamplingParams`, unchanged."""
     return Column(name, dtype, getattr(SamplingParams(), name), attrgetter(f"sampling.{name}"))
 
 
 def make_columns(columns: Iterable[Column], num_rows: int) -> dict[str, NDArray[Any]]:
-    """By name, [num_rows] each, with nothing but defaults."""
+    """Return arrays of defaults by name, [num_rows] each."""
     return {column.name: np.full(num_rows, column.default, dtype=column.dtype) for column in columns}
 
 
@@ -52,12 +52,11 @@ _MIN_TEMPERATURE = 1e-5
 
 def _temperature(request: NewRequestData) -> float:
     params = request.sampling
-    # With one token left to choose from there is nothing to draw: top_k 1 is greedy, also where logits tie.
+    # A single candidate needs no draw: top_k 1 is greedy, also where logits tie.
     return 0.0 if params.greedy or params.top_k == 1 else max(params.temperature, _MIN_TEMPERATURE)
 
 
 TEMPERATURE = Column("temperature", np.float32, 0.0, _temperature)  # 0 is greedy
-
 
 FILTERS = (parameter("top_k", np.int64), parameter("top_p", np.float64), parameter("min_p", np.float64))
 
@@ -70,11 +69,9 @@ def _seed(request: NewRequestData) -> int:
 
 SEED = Column("seed", np.uint64, 0, _seed)
 
-
 PENALTIES = tuple(
     parameter(name, np.float32) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
 )
-
 
 IS_PENALIZED = Column("is_penalized", np.bool_, False, lambda request: request.sampling.has_penalties, host_only=True)
 
@@ -87,16 +84,16 @@ def _may_stop_at(request: NewRequestData) -> int:
 
 BIAS = (
     Column("is_biased", np.bool_, False, lambda request: bool(request.sampling.logit_bias), host_only=True),
-    # Stop tokens are not to come at positions below this.
+    # Stop tokens are postponed at positions below this.
     Column("may_stop_at", np.int64, 0, _may_stop_at, host_only=True),
 )
 
 
-EVERY = 2**31 - 1  # instead of how many: the whole vocabulary's, of which few may be picked
+EVERY = 2**31 - 1  # a number of log-probabilities: those of the whole vocabulary, of which few may be picked
 
 
 def how_many(asked: int | None) -> int:
-    """What a request asks for as a number of tokens; -1 is none."""
+    """Return a requested number of log-probabilities as a column holds it; -1 is none."""
     return -1 if asked is None else EVERY if asked == ALL_LOGPROBS else asked
 
 
@@ -105,7 +102,7 @@ def _num_logprobs(request: NewRequestData) -> int:
     return EVERY if sampling.logprob_token_ids else how_many(sampling.logprobs)
 
 
-# -1 is none, 0 the sampled token's only.
+# -1 is none, 0 that of the sampled token alone.
 NUM_LOGPROBS = Column("num_logprobs", np.int64, -1, _num_logprobs, host_only=True)
 
 

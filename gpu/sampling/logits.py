@@ -1,15 +1,14 @@
-"""Bias, penalties and masks.
+"""Bias, penalties and masks, which change logits before a token is drawn.
 
-For penalties, the input batch keeps `Penalized`: the `SeenTokens` of each request that asks for a penalty, and of no
-other. The sampler applies the sparse table that they make together; cost and memory follow the number of distinct
-tokens seen, not the vocabulary.
+Bias and penalties are sparse tables with one entry per row and token, made from what `Biases` and `Penalized` keep of
+the few requests that use them. Their cost grows with the number of distinct tokens, not with the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +17,30 @@ from engine.plan import NewRequestData, TokenMasks
 from gpu.sampling.columns import BIAS, IS_PENALIZED, PENALTIES
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entries:
+    """One entry per row of the logits and token; all arrays are [N]."""
+
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+
+    def of_tokens(self, first: int, last: int) -> Self:
+        """Return the entries of tokens `first` to `last`, with token ids counted from `first`."""
+        here = (self.token_ids >= first) & (self.token_ids < last)
+        kept = type(self)(**{name: values[here] for name, values in vars(self).items()})
+        kept.token_ids[:] -= first
+        return kept
+
+
+# ------------------------------------------------------------------------------------------------------------ penalties
+
+
 class SeenTokens:
-    """The distinct tokens of one request's prompt and output, and how often each stands in the output."""
+    """The distinct tokens of one request's prompt and output, and the count of each in the output."""
 
     def __init__(self, token_ids: NDArray[np.int32], num_prompt_tokens: int) -> None:
         distinct = np.unique(token_ids)
-        # Grown by doubling: most requests end long before their limit.
+        # These arrays grow by doubling: most requests end long before their limit.
         self._token_ids = np.zeros(max(256, 2 * len(distinct)), dtype=np.int64)
         self._output_counts = np.zeros(len(self._token_ids), dtype=np.int32)
         self._token_ids[: len(distinct)] = distinct
@@ -33,12 +50,12 @@ class SeenTokens:
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """int64 [U], in order of first appearance for what was generated."""
+        """The distinct tokens, int64 [U]; generated ones in order of first appearance."""
         return self._token_ids[: len(self._index)]
 
     @property
     def output_counts(self) -> NDArray[np.int32]:
-        """int32 [U], 0 for tokens that only the prompt holds."""
+        """Their counts, int32 [U]; 0 for tokens of the prompt alone."""
         return self._output_counts[: len(self._index)]
 
     def append(self, token_id: int) -> None:
@@ -52,26 +69,17 @@ class SeenTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Penalties:
-    """One entry per (row, seen token) of the rows that use penalties; all arrays are [N]."""
+class Penalties(Entries):
+    """The penalties of every seen token of the rows that use penalties."""
 
-    rows: NDArray[np.int64]  # into the logits
-    token_ids: NDArray[np.int64]
     output_counts: NDArray[np.float32]
     repetition: NDArray[np.float32]
     presence: NDArray[np.float32]
     frequency: NDArray[np.float32]
 
-    def of_tokens(self, first: int, last: int) -> Penalties:
-        """What of it concerns these tokens, counted from the first of them."""
-        here = (self.token_ids >= first) & (self.token_ids < last)
-        kept = Penalties(**{name: values[here] for name, values in vars(self).items()})
-        kept.token_ids[:] -= first
-        return kept
-
 
 class Penalized:
-    """The rows whose `columns` say that they are penalized, and what each of them has seen."""
+    """The seen tokens of every row that its `columns` mark as penalized."""
 
     def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
         self._is_penalized = columns[IS_PENALIZED.name]
@@ -79,8 +87,7 @@ class Penalized:
         self._seen: dict[int, SeenTokens] = {}
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Take over the tokens of a request whose columns are filled. One that is resumed comes with those that it
-        generated before."""
+        """Keep the tokens of a request after its columns are filled. A resumed request brings its generated ones."""
         if self._is_penalized[row]:
             self._seen[row] = SeenTokens(np.array(request.token_ids, dtype=np.int32), request.num_prompt_tokens)
 
@@ -93,7 +100,7 @@ class Penalized:
             self._seen[int(rows[i])].append(int(token_ids[i]))
 
     def select(self, rows: NDArray[np.int64]) -> Penalties | None:
-        """The penalties of logits that are sampled with the parameters of these rows."""
+        """Return the penalties of logits that are sampled with the parameters of these rows; None if there are none."""
         indices = np.flatnonzero(self._is_penalized[rows])
         if len(indices) == 0:
             return None
@@ -125,34 +132,22 @@ def apply_penalties(logits: NDArray[np.float32], penalties: Penalties) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- bias
-# What is added to single logits: a request's logit_bias, and -1e9 to its stop tokens until min_tokens are there.
-#
-# Not -inf, because a mask (a grammar, the end of a thinking budget) may allow nothing else: then one of them comes.
-#
-# The row table keeps one `Biases` for all its rows; only rows that use either are ever looped over.
 
 
-_POSTPONED = -1e9  # far below all others, whatever penalties and temperature make of them
+# Added to stop tokens before min_tokens: far below all other logits after penalties and temperature. Not -inf, because
+# a mask (a grammar, the end of a thinking budget) may allow nothing but stop tokens, and then one must be drawn.
+_POSTPONED = -1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseBias:
-    """Amounts to add to single logits; all arrays are [N]."""
+class SparseBias(Entries):
+    """Amounts to add to single logits."""
 
-    rows: NDArray[np.int64]  # into the logits
-    token_ids: NDArray[np.int64]
     values: NDArray[np.float32]
-
-    def of_tokens(self, first: int, last: int) -> SparseBias:
-        """What of it concerns these tokens, counted from the first of them."""
-        here = (self.token_ids >= first) & (self.token_ids < last)
-        kept = SparseBias(**{name: values[here] for name, values in vars(self).items()})
-        kept.token_ids[:] -= first
-        return kept
 
 
 class Biases:
-    """Of the rows whose `columns` say that they have any."""
+    """The logit_bias and the postponed stop tokens of the rows that its `columns` mark; the row table keeps one."""
 
     def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
         self._is_biased, self._may_stop_at = (columns[column.name] for column in BIAS)
@@ -160,7 +155,7 @@ class Biases:
         self._stop_token_ids: dict[int, NDArray[np.int64]] = {}
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Take over the tokens of a request whose columns are filled."""
+        """Keep the tokens of a request after its columns are filled."""
         if self._may_stop_at[row]:
             self._stop_token_ids[row] = np.unique(np.array(request.stop_token_ids, dtype=np.int64))
         if bias := request.sampling.logit_bias:
@@ -171,7 +166,8 @@ class Biases:
         self._stop_token_ids.pop(row, None)
 
     def select(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> SparseBias | None:
-        """What is added to the logits of these rows, given where the tokens to be sampled will stand: [S] both."""
+        """Return the bias of logits sampled with the parameters of these rows, for tokens at these positions: [S]
+        both."""
         parts = [(i, *self._bias[int(rows[i])]) for i in np.flatnonzero(self._is_biased[rows]).tolist()]
         for i in np.flatnonzero(positions < self._may_stop_at[rows]).tolist():
             stops = self._stop_token_ids[int(rows[i])]
@@ -187,10 +183,10 @@ class Biases:
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks
-# Token masks: what a row may sample at all. The sampler imports it.
+# The tokens that a row may sample at all.
 
 
-# What eight tokens' bits, read as a number, add to their logits.
+# The addends to the logits of eight tokens, by their bits as a number.
 _ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1, np.float32(0), -np.inf
 ).astype(np.float32)
@@ -198,7 +194,7 @@ _ADDENDS = np.where(
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsMask:
-    """For some rows of the logits, the tokens that are allowed. M rows."""
+    """The allowed tokens of some rows of the logits. M rows."""
 
     rows: NDArray[np.int64]  # [M], into the logits
     # [M, words]: token t is allowed where bit t % 32 of word t // 32 is set; in bytes, bit t % 8 of byte t // 8.
@@ -206,7 +202,7 @@ class LogitsMask:
 
 
 def logits_mask(masks: TokenMasks, plan_indices: NDArray[np.int64]) -> LogitsMask | None:
-    """The masks of some logits, given each row's request as its index in the plan; None if no row has one."""
+    """Return the masks of some logits, given each row's request as its index in the plan; None if no row has one."""
     rows = np.flatnonzero(np.isin(plan_indices, masks.indices))
     if len(rows) == 0:
         return None
@@ -214,7 +210,7 @@ def logits_mask(masks: TokenMasks, plan_indices: NDArray[np.int64]) -> LogitsMas
 
 
 def apply_mask(logits: NDArray[np.float32], mask: LogitsMask) -> None:
-    """Set the logits ([S, vocab]) of tokens that are not allowed to -inf, in place. Tokens beyond the bits are not.
+    """Set the logits ([S, vocab]) of tokens that are not allowed to -inf, in place, as those of tokens beyond the bits.
 
     Eight tokens are looked up at a time and added: 12 µs for a row of 49,152, where a boolean fill takes up to 200.
     """

@@ -1,14 +1,13 @@
 """`Sampler`: a step's logits in, one token and its log-probabilities per row out.
 
-The model runner imports it. It promises that a row's token depends on nothing but that row's logits, parameters, seed
-and position: every operation works through rows independently, and the randomness is counter-based (`noise`).
+A row's token depends on nothing but that row's logits, parameters, seed and position: every operation works on rows
+independently, and the randomness is counter-based. The order of operations is vLLM's, because clients tune their
+parameters to it:
 
-The order of operations is vLLM's, because clients tune their parameters to it:
-
-0. tokens that the request's grammar does not allow get -inf, for whatever follows;
+0. tokens that the request's grammar does not allow get -inf;
 1. log-probabilities are taken from the raw logits; without a grammar, before tokens outside `allowed_token_ids` and in
    `bad_words` get -inf;
-2. logit bias, and so much less for stop tokens that none comes while any other may, until min_tokens are there;
+2. logit bias, and -1e9 for stop tokens until min_tokens are generated;
 3. repetition, then frequency and presence penalties;
 4. greedy rows: the largest logit, the lowest id where several are largest;
 5. other rows: temperature, min-p, top-k, top-p, then the token at which the cumulative distribution, in order of token
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOutput:
-    """Parallel to the logits; S rows."""
+    """The result of sampling S rows of logits."""
 
     token_ids: NDArray[np.int64]  # [S], always a valid id
     # bool [S]. False where the logits hold NaN or +inf, or nothing but -inf: the token of that row means nothing.
@@ -45,18 +44,18 @@ class SamplerOutput:
 
 
 class Draw(Protocol):
-    """How tokens are drawn: `gpu.cpu.library` has it by the library, `gpu.sampling.torch_draw` by torch."""
+    """A way to draw tokens: `gpu.cpu.library` does it in C++, `gpu.sampling.draw` in numpy."""
 
     def __call__(
         self, logits: NDArray[np.float32], *parameters: NDArray[Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """One token for each row of `logits`, [S, vocab], which are overwritten.
+        """Draw one token for each row of `logits`, [S, vocab], which may be overwritten.
 
         The parameters are [S] each: temperature, top_k, top_p and min_p as their columns have them, and float64 numbers
-        below 1, one for each draw. The filters are min-p first, then top-k, then top-p on what is left; what ties with
-        the last one kept is kept.
+        below 1, one for each draw. The filters are min-p first, then top-k, then top-p on the rest; tokens that tie
+        with the last one kept are kept.
 
-        int64 [S], and bool [S], False where a row is no distribution and its token means nothing.
+        Returns int64 [S], and bool [S], False where a row is no distribution and its token means nothing.
         """
         ...
 
@@ -113,14 +112,12 @@ def _drawn(
 
 
 # ------------------------------------------------------------------------------------------------------------- logprobs
-# Log-probabilities for the rows that ask: of the token drawn, its rank, and of the most likely tokens.
-#
-# The sampler imports it. They describe the model, so they come from its raw logits: before bias, penalties and
-# temperature.
+# For the rows that ask: the log-probability of the token drawn, its rank, and those of the most likely tokens. They
+# describe the model, so they come from its raw logits, before bias, penalties and temperature.
 
 
 class NamedTokens:
-    """The tokens that requests name to hear their log-probabilities. The row table keeps one for all its rows."""
+    """The tokens that requests name to get their log-probabilities, by row. The row table keeps one."""
 
     def __init__(self) -> None:
         self._token_ids: dict[int, NDArray[np.int64]] = {}
@@ -132,8 +129,8 @@ class NamedTokens:
     def remove(self, row: int) -> None:
         self._token_ids.pop(row, None)
 
-    def told(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
-        """Return an entry with `every` in the form for this row's request: the named tokens, then the sampled one."""
+    def answer(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
+        """Return an entry in the form for this row's request: with `every`, the named tokens, then the sampled one."""
         token_ids = self._token_ids.get(row)
         if token_ids is None or entry.every is None:
             return entry
@@ -145,12 +142,12 @@ class NamedTokens:
 def token_logprobs(
     raw_logits: NDArray[np.float32], token_ids: NDArray[np.int64], num_logprobs: NDArray[np.int64]
 ) -> list[TokenLogprobs]:
-    """What each row asked for. `raw_logits` is [A, vocab], the others are [A]; `num_logprobs` may hold zeros.
+    """Return the entries that rows ask for. `raw_logits` is [A, vocab], the others are [A]; `num_logprobs` may hold 0.
 
     The rank is one more than the number of tokens with a strictly greater logit. Row by row, so that the bits do not
     depend on the batch, and a row stays in the processor's cache until it is done.
     """
-    with np.errstate(invalid="ignore", divide="ignore"):  # rows that are not sound are found elsewhere
+    with np.errstate(invalid="ignore", divide="ignore"):  # rows with NaN or infinity are found elsewhere
         return [
             _entry(logits, token_id, count)
             for logits, token_id, count in zip(raw_logits, token_ids.tolist(), num_logprobs.tolist(), strict=True)
@@ -170,13 +167,14 @@ def _entry(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogpr
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """The indices of the `count` largest of float32 [n], or of all, descending; of equal ones the lowest first."""
+    """Return the indices of the `count` largest of float32 [n], or of all, descending; of equal ones the lowest
+    first."""
     if count == 0:
         return np.empty(0, dtype=np.int64)
     columns = 16 * count
     if columns * 4 > len(values):
         return np.argsort(-values, kind="stable")[:count]
-    # The largest of each of many groups: as many as are wanted reach a level, and few others do.
+    # The largest numbers of many groups give a level that at least `count` numbers reach, and few others do.
     level = np.partition(values[: len(values) // columns * columns].reshape(-1, columns).max(0), -count)[-count]
     candidates = np.flatnonzero(values >= level if level > -np.inf else values > level)
     if len(candidates) < count:  # -inf is all that is left
@@ -185,12 +183,11 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 
 # ------------------------------------------------------------------------------------------------------------- metadata
-# How to sample some logits: rows of the row table's columns, and what few of them want besides.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingMetadata:
-    """S rows of logits, all on the host. Logits i are sampled with the parameters in row `rows[i]` of `columns`."""
+    """The parameters of S rows of logits, all on the host: logits i have those in row `rows[i]` of `columns`."""
 
     columns: Mapping[str, NDArray[Any]]  # `gpu.sampling.columns.SAMPLING_COLUMNS` and maybe more, not to be written to
     rows: NDArray[np.int64]  # [S]
@@ -200,12 +197,12 @@ class SamplingMetadata:
     penalties: Penalties | None = None
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """A column of these rows, [S]."""
+        """Return a column of these rows, [S]."""
         return self.columns[name][self.rows]
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the largest logit of each row is all that matters."""
+        """True if a row's token is its largest logit and nothing else is asked."""
         return (
             self.mask is None
             and self.bias is None
@@ -215,7 +212,7 @@ class SamplingMetadata:
         )
 
     def of_tokens(self, first: int, last: int) -> SamplingMetadata:
-        """The same for logits of these tokens alone, of which the first is a multiple of 8."""
+        """Return the same for logits of tokens `first` to `last` alone; `first` is a multiple of 8."""
         mask, bias, penalties = self.mask, self.bias, self.penalties
         if mask is not None:
             mask = replace(mask, bits=mask.bits.view(np.uint8)[:, first // 8 : -(-last // 8)])
@@ -226,6 +223,6 @@ class SamplingMetadata:
         return replace(self, mask=mask, bias=bias, penalties=penalties)
 
     def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
-        """What the draw itself needs, for some of the rows: mask, bias and penalties are left behind."""
+        """Return what the draw itself needs, for some of the rows: no mask, bias or penalties."""
         rows, positions = self.rows[indices], self.positions[indices]
         return replace(self, rows=rows, positions=positions, mask=None, bias=None, penalties=None)

@@ -13,7 +13,8 @@ from engine.messages import SamplingParams
 from engine.plan import NewRequestData
 from gpu.cpu.library import Threads, draw, load_library
 from gpu.runner.rows import COLUMNS
-from gpu.sampling import sampler, torch_draw
+from gpu.sampling import draw as reference
+from gpu.sampling import sampler
 from gpu.sampling.columns import make_columns
 from gpu.sampling.logits import Biases, Penalized
 from gpu.sampling.sampler import Draw, SamplerOutput, SamplingMetadata
@@ -75,7 +76,7 @@ def metadata_of(requests: list[NewRequestData]) -> SamplingMetadata:
 def fastest_draw() -> Draw:
     """What draws on this machine."""
     library = load_library()
-    return torch_draw.draw if library is None else partial(draw, Threads(library, 2))
+    return reference.draw if library is None else partial(draw, Threads(library, 2))
 
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:

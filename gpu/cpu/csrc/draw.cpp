@@ -1,5 +1,5 @@
 // Drawing tokens: temperature, min-p, top-k, top-p, and the inverse of the cumulative distribution, row by row. The same
-// definition as gpu/sampling/torch_draw.py; a row is read three times instead of twenty.
+// definition as gpu/sampling/draw.py; a row is read three times instead of twenty.
 
 #include <algorithm>
 #include <numeric>

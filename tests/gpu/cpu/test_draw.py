@@ -1,4 +1,4 @@
-"""The library's draw against the torch one, which is its definition."""
+"""The library's draw against the numpy one, which is its definition."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu.cpu.library import Threads, draw, load_library
-from gpu.sampling import torch_draw
+from gpu.sampling import draw as reference
 from gpu.sampling.columns import SAMPLING_COLUMNS, make_columns
 from gpu.sampling.draw import uniform
 from gpu.sampling.sampler import Draw, SamplingMetadata
@@ -49,12 +49,12 @@ def fast(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, 
 # A min-p below all that top-p keeps: what it leaves is still the whole that top-p is a part of.
 @example(vocab_size=3001, spread=0.5, temperature=0.3, top_k=0, top_p=0.3, min_p=1e-6, seed=37042)
 @example(vocab_size=97, spread=4.0, temperature=2.0, top_k=10**6, top_p=0.9, min_p=1e-6, seed=346061)
-def test_every_token_is_the_one_that_torch_draws(vocab_size, spread, temperature, top_k, top_p, min_p, seed):
+def test_every_token_is_the_one_that_the_reference_draws(vocab_size, spread, temperature, top_k, top_p, min_p, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, vocab_size, generator=generator) * spread
     metadata = metadata_of(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     seen, finite = fast(logits, metadata)
-    expected, _ = drawn(torch_draw.draw, logits, metadata)
+    expected, _ = drawn(reference.draw, logits, metadata)
     assert finite.all()
     # Both round, so a draw that falls on the border of two tokens, or a filter's on that of two weights, may go either
     # way; the border is then next to the token that was drawn.

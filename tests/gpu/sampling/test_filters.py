@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.sampling import torch_draw
-from gpu.sampling.torch_draw import cutoffs
+from gpu.sampling import draw
+from gpu.sampling.draw import cutoffs
 from tests.gpu.sampling_helpers import metadata_of, new_request, sample
 
 CASES = [
@@ -35,9 +35,16 @@ def kept_by_brute_force(probs: torch.Tensor, top_k: int, top_p: float, min_p: fl
     return set(kept)
 
 
-def columns(cases: list[tuple[int, float, float]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    top_k, top_p, min_p = zip(*cases, strict=True)
-    return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p, dtype=torch.float64)
+def columns(cases: list[tuple[int, float, float]]) -> list[np.ndarray]:
+    return [
+        np.array(column, dtype) for column, dtype in zip(zip(*cases, strict=True), (int, float, float), strict=True)
+    ]
+
+
+def most_likely(probs: torch.Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `width` most probable tokens of each row, and the least probable of them."""
+    values = probs.topk(width).values.numpy()
+    return values, values[:, -1].astype(np.float64)
 
 
 def distribution(kind: str, rows: int) -> torch.Tensor:
@@ -52,33 +59,46 @@ def distribution(kind: str, rows: int) -> torch.Tensor:
 def test_kept_tokens_are_those_of_the_reference(kind: str):
     probs = distribution(kind, len(CASES))
     expected = [kept_by_brute_force(row, *case) for row, case in zip(probs, CASES, strict=True)]
-    for widths in ((64, 512), (8,), ()):
-        level = cutoffs(probs, *columns(CASES), candidates=widths)
-        for row, case in enumerate(CASES):
-            kept = set((probs[row] >= level[row]).nonzero().flatten().tolist())
-            assert kept == expected[row], f"top_k, top_p, min_p = {case}"
+    level, is_known = cutoffs(probs.numpy(), *columns(CASES))
+    assert is_known.all()
+    for row, case in enumerate(CASES):
+        kept = set(np.flatnonzero(probs[row].numpy() >= level[row]).tolist())
+        assert kept == expected[row], f"top_k, top_p, min_p = {case}"
 
 
 @pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "tied"])
-def test_cutoff_does_not_depend_on_how_many_candidates_found_it(kind: str):
+def test_a_cutoff_that_few_candidates_know_is_that_of_the_vocabulary(kind: str):
     probs = distribution(kind, len(CASES))
-    exact = cutoffs(probs, *columns(CASES), candidates=())
-    for widths in ((4,), (64, 512), (1000,)):
-        assert torch.equal(cutoffs(probs, *columns(CASES), candidates=widths), exact)
+    exact, _ = cutoffs(probs.numpy(), *columns(CASES))
+    for width in (4, 64, 512, 1000):
+        values, unseen = most_likely(probs, width)
+        level, is_known = cutoffs(values, *columns(CASES), unseen=unseen)
+        assert is_known.any()
+        assert np.array_equal(level[is_known], exact[is_known])
+    # Candidates of several ranks: some that are left out are more likely than some that are not.
+    parts = [most_likely(part, 64) for part in probs.split(400, dim=1)]
+    level, is_known = cutoffs(
+        np.concatenate([values for values, _ in parts], axis=1),
+        *columns(CASES),
+        unseen=np.max([unseen for _, unseen in parts], 0),
+    )
+    assert is_known.any()
+    assert np.array_equal(level[is_known], exact[is_known])
 
 
 def test_rows_whose_cut_lies_outside_the_candidates_fall_back_to_a_full_sort(monkeypatch: pytest.MonkeyPatch):
-    widths = []
-    within = torch_draw._cutoffs_within
+    sizes = []
 
-    def spy(probs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        widths.append((len(probs), args[-1]))
-        return within(probs, *args)
+    def spy(probs: np.ndarray, *args: Any, **keywords: Any) -> tuple[np.ndarray, np.ndarray]:
+        sizes.append(probs.shape)
+        return cutoffs(probs, *args, **keywords)
 
-    monkeypatch.setattr(torch_draw, "_cutoffs_within", spy)
-    probs = torch.stack([distribution("peaked", 1)[0], distribution("flat", 1)[0]])
-    cutoffs(probs, *columns([(0, 0.9, 0.0), (0, 0.9, 0.0)]), candidates=(64, 512))
-    assert widths == [(2, 64), (1, 512), (1, 1003)]
+    monkeypatch.setattr(draw, "cutoffs", spy)
+    logits = torch.stack([distribution("peaked", 1)[0], distribution("flat", 1)[0]]).log().numpy()
+    ones = np.ones(2)
+    draw.draw(logits, ones.astype(np.float32), *columns([(0, 0.9, 0.0), (0, 0.9, 0.0)]), ones / 2)
+    draw.draw(logits, ones.astype(np.float32), *columns([(0, 1.0, 0.001), (60, 1.0, 0.001)]), ones / 2)  # min-p alone
+    assert sizes == [(2, draw.CANDIDATES), (1, 1003), (2, draw.CANDIDATES)]
 
 
 def test_every_kept_token_is_drawn_and_no_other():
@@ -99,9 +119,6 @@ def test_filters_that_keep_everything_change_no_draw():
 def test_ties_beyond_the_candidates_count_towards_the_mass():
     # top_k 2 keeps all 21, so half of the mass is not reached by the first token. Four candidates do not show that.
     probs = torch.tensor([[0.3] + [0.035] * 20])
-    assert cutoffs(probs, *columns([(2, 0.5, 0.0)]), candidates=(4,)).item() == probs[0, 1]
-
-
-def test_min_p_alone_never_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.Tensor, "sort", None)
-    cutoffs(distribution("flat", 2), *columns([(0, 1.0, 0.001), (60, 1.0, 0.001)]), candidates=(64,))
+    values, unseen = most_likely(probs, 4)
+    assert not cutoffs(values, *columns([(2, 0.5, 0.0)]), unseen=unseen)[1].any()
+    assert cutoffs(probs.numpy(), *columns([(2, 0.5, 0.0)]))[0].item() == probs[0, 1]

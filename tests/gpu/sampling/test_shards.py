@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.sampling import torch_draw
+from gpu.sampling import draw as reference
 from gpu.sampling.draw import CANDIDATES, Shards
 from gpu.sampling.logits import LogitsMask
 from gpu.sampling.sampler import SamplerOutput, SamplingMetadata, sample
@@ -26,6 +26,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_k": 50, "top_p": 0.5, "min_p": 0.01},
     {"temperature": 2.0, "top_k": 700},  # beyond the candidates of all ranks
     {"temperature": 3.0, "top_p": 0.999},
+    {"temperature": 9.0, "top_p": 0.7, "min_p": 1e-6},  # min-p keeps more than the candidates
     {"temperature": 1.0, "logprobs": 3},
     {"temperature": 0.0, "logprobs": 0, "logit_bias": {3: 5.0, 600: -9.0, 870: 8.0}},
     {"temperature": 0.8, "repetition_penalty": 1.7, "presence_penalty": 0.5},
@@ -60,7 +61,7 @@ def by_ranks(logits: np.ndarray, metadata: SamplingMetadata) -> tuple[list[Sampl
 
     def rank(index: int) -> SamplerOutput:
         shards = Shards(index, SIZES, meeting.gather(index), lambda hidden: hidden)
-        return sample(logits[:, shards.first : shards.last].copy(), metadata, torch_draw.draw, shards)
+        return sample(logits[:, shards.first : shards.last].copy(), metadata, reference.draw, shards)
 
     with ThreadPoolExecutor(len(SIZES)) as threads:
         return list(threads.map(rank, range(len(SIZES)))), meeting.widest
@@ -88,7 +89,7 @@ def test_all_parameters_in_one_batch() -> None:
     metadata = metadata_of(requests(PARAMETERS * 20))
     logits = random_logits(len(metadata.rows))
     found, _ = by_ranks(logits, metadata)
-    assert_same(found, sample(logits.copy(), metadata, torch_draw.draw))
+    assert_same(found, sample(logits.copy(), metadata, reference.draw))
     assert {int(np.searchsorted(np.cumsum(SIZES), token, "right")) for token in found[0].token_ids} == {0, 1, 2}
 
 
@@ -108,7 +109,7 @@ def test_masks_are_of_the_tokens_of_each_rank() -> None:
     short = LogitsMask(rows=np.array([1]), bits=bits[1:2, :17])
     for mask in (masked, short):
         metadata = replace(metadata_of(requests([{"temperature": 5.0}, {"temperature": 0.0}] * 2)), mask=mask)
-        expected = sample(random_logits(4), metadata, torch_draw.draw)
+        expected = sample(random_logits(4), metadata, reference.draw)
         assert_same(by_ranks(random_logits(4), metadata)[0], expected)
     assert expected.token_ids[1] in (511, 512)
 

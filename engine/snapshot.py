@@ -1,7 +1,6 @@
-"""What an engine looks like between two steps, for those who look after it: frozen data that is JSON as it stands.
+"""A snapshot of an engine between two steps, for operators: frozen data that can be sent as JSON.
 
-Who makes it: `EngineCore.snapshot`, of what request, block pool and core say of themselves. Times are seconds of
-`time.monotonic()`.
+`EngineCore.snapshot` makes it. Times are seconds of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import msgspec
 
 
 class WaitsFor(enum.StrEnum):
-    """Why a waiting request does not run."""
+    """The reason why a waiting request does not run."""
 
-    SLOT = "no slot"  # as many run as may
-    BLOCKS = "no blocks"  # for its prompt, or for that of one before it
+    SLOT = "no slot"  # all running slots are taken
+    BLOCKS = "no blocks"  # for its prompt, or for that of a request before it
     LIMIT = "tenant at its limit"  # `max_running`
-    SHARE = "tenant at its share"  # of the running slots, which are all taken
+    SHARE = "tenant at its share"  # of the running slots, all of which are taken
     GRAMMAR = "grammar compiling"
     COMPUTED = "prefix being computed"  # by another request
     LOADED = "prefix being loaded"  # from a tier
-    STEP = "step budget"  # nothing but that: its turn comes
+    STEP = "step budget"  # nothing else: it will run in one of the next steps
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One living request."""
+    """A request that has not ended."""
 
     request_id: str
     tenant: str
@@ -33,7 +32,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     arrival_time: float
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, which the prefix cache provided
+    num_cached_tokens: int  # of the prompt, from the prefix cache
     num_computed_tokens: int  # of prompt and output, without what is in flight
     num_output_tokens: int
     num_blocks: int  # in its block table, shared ones included
@@ -42,7 +41,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant that has living requests."""
+    """A tenant with requests that have not ended."""
 
     tenant: str
     num_running: int
@@ -52,49 +51,49 @@ class TenantSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV blocks by state (`engine.scheduler.block_pool`); the three make up all there are."""
+    """The KV blocks by state (`engine.scheduler.block_pool`). The three states make up all blocks."""
 
     num_owned: int
-    num_cached: int  # nobody's, but their content can still be found
+    num_cached: int  # without an owner, with content that can still be found
     num_free: int
-    by_ref_count: dict[int, int]  # of the owned ones: in how many block tables → how many blocks
-    # One character for every `map_stride` blocks, which says what the first is: "." free, "-" cached, "a" owned and
-    # of the first KV group, "b" of the second and so on, in capitals where several requests share it.
+    by_ref_count: dict[int, int]  # of owned blocks: number of block tables → number of blocks
+    # One character for every `map_stride` blocks, for the first of them: "." free, "-" cached, "a" owned and of the
+    # first KV group, "b" of the second and so on; a capital letter if several requests share the block.
     map: str
     map_stride: int
 
 
 class StepOutcome(enum.StrEnum):
-    """What came of a step."""
+    """The end of a step."""
 
     DONE = "done"
-    ABANDONED = "abandoned"  # nobody was left who wanted it
+    ABANDONED = "abandoned"  # all its requests were aborted
     FAILED = "failed"
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One step that has ended: its plan and what it cost. The lists are the plan's own: keeping them costs nothing."""
+    """The plan and the duration of a step that has ended. The lists are those of the plan, not copies."""
 
     step: int
     time: float  # when it began
-    seconds: float  # until its result was there
+    seconds: float  # from the begin to the result
     outcome: StepOutcome
     num_requests: int
     num_prefill_tokens: int
-    num_decode_tokens: int  # computed at positions that may all yield a token
-    prefill_budget: int  # how many prefill tokens it might have carried beside decodes
+    num_decode_tokens: int  # computed for requests that decode
+    prefill_budget: int  # the maximum of prefill tokens in addition to the decodes
     request_ids: list[str]
     num_scheduled_tokens: list[int]  # computed of each
-    num_sampled_tokens: list[int]  # that might be sampled of each: 0 while its prefill goes on
-    # Who lost its running slot or ended since the step before, and why: a `FinishReason`, or "preempted".
+    num_sampled_tokens: list[int]  # the maximum to sample of each: 0 while its prefill goes on
+    # The requests that lost their running slots or ended since the step before, with a `FinishReason` or "preempted".
     left: tuple[tuple[str, str], ...]
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="engine_snapshot"):
-    """Everything at one moment."""
+    """The state of an engine at one moment."""
 
     time: float
-    seconds: float  # that it took to look
+    seconds: float  # that the snapshot took
     max_num_seqs: int
     max_num_batched_tokens: int
     target_inter_token_latency: float
@@ -104,6 +103,6 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     num_waiting: int
     running: tuple[RequestSnapshot, ...]
     waiting: tuple[RequestSnapshot, ...]  # in the order in which they would run
-    tenants: tuple[TenantSnapshot, ...]  # those that have most requests
+    tenants: tuple[TenantSnapshot, ...]  # the tenants with most requests
     blocks: BlocksSnapshot
     steps: tuple[StepSnapshot, ...]  # the latest, oldest first

@@ -1,9 +1,8 @@
-"""Which engines can find which beginnings of prompts in their prefix caches.
+"""An index of the prefixes in the prefix caches of several engines.
 
-Known by what each engine publishes (`engine.kv_events.KVEvents`). What is lost on the way is missed by its sequence
-number, which the next one shows, or the engine's heartbeat: then nothing is believed of that engine until it has told
-everything. An engine that publishes nothing is believed to hold what it was given lately. A belief that is wrong costs
-a prefill and nothing else.
+1. Engines publish the contents of their caches (`engine.kv_events.KVEvents`). A lost message is noticed by the next
+   sequence number, or by the engine's heartbeat. Then the index forgets the engine until it has published everything.
+2. An engine that does not publish is assumed to hold the prompts that it got lately. A wrong entry costs a prefill.
 """
 
 from __future__ import annotations
@@ -15,43 +14,43 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.kv_events import KVEvents, in_windows
 
-MAX_CHUNKS = 2**20  # known of all engines together: 128 million tokens, in some 200 MB
-MAX_GUESSES = 2**15  # four million tokens of prompts that were given to engines lately, in about 5 MB
+MAX_CHUNKS = 2**20  # of all engines together: 128 million tokens, in some 200 MB
+MAX_GUESSES = 2**15  # of prompts that were given to engines lately: four million tokens, in about 5 MB
 _BYTES_PER_INT = 32
 
 
 class PrefixIndex:
-    """Bits of engines by chunk. Owned by a Router."""
+    """A set of engines, as bits, for each chunk of a prompt. Owned by a Router."""
 
     def __init__(self, max_chunks: int = MAX_CHUNKS, max_guesses: int = MAX_GUESSES) -> None:
-        self.window_chunks = 0  # that the next token sees of what groups with windows hold; 0: there are none
-        self.num_gaps = 0  # times that something was missing
-        self.num_dropped = 0  # chunks for which there was no room
+        self.window_chunks = 0  # that the next token sees in KV groups with windows; 0 without such groups
+        self.num_gaps = 0  # times that a message was lost
+        self.num_dropped = 0  # chunks without room in the index
         self._max_chunks, self._max_guesses = max_chunks, max_guesses
         self._known: dict[int, int] = {}
         self._chunks: dict[int, set[int]] = {}  # of each engine that publishes
-        self._positions: dict[int, tuple[int, int]] = {}  # of the same: epoch, and sequence number of the latest
-        self._lost: set[int] = set()  # engines of which something is missing
+        self._positions: dict[int, tuple[int, int]] = {}  # of the same: epoch and sequence number of the latest message
+        self._lost: set[int] = set()  # engines with a lost message
         self._guesses: OrderedDict[int, int] = OrderedDict()
 
     def publishes(self, engine: int) -> bool:
-        """Whether this engine says what it holds."""
+        """Return True if this engine publishes the contents of its cache."""
         return engine in self._positions or engine in self._lost
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, about."""
+        """The approximate memory of the index."""
         tables = [self._known, self._guesses, *self._chunks.values()]
         num_ints = 2 * len(self._known) + 2 * len(self._guesses)
         return sum(map(sys.getsizeof, tables)) + num_ints * _BYTES_PER_INT
 
     def num_chunks_only_in(self, engine: int) -> int:
-        """Chunks that no other engine is known to hold."""
+        """Return the number of chunks that no other engine is known to hold."""
         return sum(self._known[chunk] == 1 << engine for chunk in self._chunks.get(engine, ()))
 
     def apply(self, engine: int, events: KVEvents) -> bool:
-        """Take in what an engine publishes. Returns False if something is missing, or makes no sense: then it has to be
-        asked for everything."""
+        """Apply a message of an engine. Return False if a message was lost or this one is invalid: then the engine has
+        to be asked for everything."""
         epoch, latest = self._positions.get(engine, (events.epoch, 0))
         is_late = events.epoch == epoch and events.sequence <= latest
         if events.is_whole and (engine in self._lost or not is_late):
@@ -59,7 +58,7 @@ class PrefixIndex:
         elif engine in self._lost:
             return False
         elif is_late:
-            return True  # a part of what has come since
+            return True  # contained in a whole state that came before it
         elif events.epoch != epoch or events.sequence != latest + 1 or (len(events.stored) | len(events.removed)) % 8:
             self._lose(engine)
             return False
@@ -77,7 +76,7 @@ class PrefixIndex:
         return True
 
     def lacks(self, engine: int, sequence: int) -> bool:
-        """Whether something is missing of what this engine has published up to this number."""
+        """Return True if a message of this engine up to this sequence number was lost."""
         _, latest = self._positions.get(engine, (0, 0))
         if engine not in self._lost and latest < sequence:
             self._lose(engine)
@@ -89,7 +88,7 @@ class PrefixIndex:
         self.num_gaps += 1
 
     def forget(self, engine: int) -> None:
-        """Nothing is known of this engine any more."""
+        """Remove all that is known of an engine."""
         self._positions.pop(engine, None)
         self._lost.discard(engine)
         chunks = self._chunks.pop(engine, set())
@@ -107,15 +106,15 @@ class PrefixIndex:
                     del known[chunk]
 
     def guess(self, engine: int, chunks: Sequence[int]) -> None:
-        """The engine was given a prompt of these chunks, and will hold them."""
+        """Assume that the engine holds these chunks, because it got a prompt with them."""
         guesses, bit = self._guesses, 1 << engine
-        for chunk in reversed(chunks):  # the beginning last: it outlives what depends on it
+        for chunk in reversed(chunks):  # the first chunk last, so that it is dropped after those that depend on it
             guesses[chunk] = guesses.pop(chunk, 0) | bit
         while len(guesses) > self._max_guesses:
             guesses.popitem(last=False)
 
     def unguess(self, engine: int, chunks: Sequence[int]) -> None:
-        """What the engine holds of these is known otherwise now, or not at all."""
+        """Assume no longer that the engine holds these chunks."""
         guesses, bit = self._guesses, 1 << engine
         for chunk in chunks:
             if rest := guesses.get(chunk, 0) & ~bit:
@@ -124,14 +123,15 @@ class PrefixIndex:
                 guesses.pop(chunk, None)
 
     def find(self, chunks: Iterator[int], among: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Walk along a prompt for as long as any of these engines can find its beginning.
+        """Walk along the chunks of a prompt as long as one of the engines in `among` (bits) holds its beginning.
 
-        Returns the chunks that were walked, the last of which nobody can find, and which engines find how many: bits
-        and a number, most first, each engine once and none that finds nothing.
+        Return the chunks walked, of which no engine holds the last if the prompt goes on, and pairs of engines (bits)
+        and the number of chunks that they hold, in descending order. An engine is in one pair, or in none if it holds
+        no chunk.
         """
         known, guesses = self._known.get, self._guesses.get
         walked: list[int] = []
-        seen: list[int] = []  # by whom the windows up to each chunk can be found
+        seen: list[int] = []  # the engines that hold the windows of each chunk
         holders = [among]
         for chunk in chunks:
             walked.append(chunk)

@@ -1,9 +1,9 @@
-"""The expected work of each engine, the choice, and the size of the fleet.
+"""The choice of an engine for a request by expected work, and the number of engines.
 
-A request is given to the engine that is expected to be done with it first: after the work that it has, and what of the
-prompt it would have to compute. So who knows the beginning of a prompt gets it, until its queue is longer than what it
-saves; then another computes the beginning too, and a beginning that many ask for is soon known in as many places as it
-takes.
+A request is given to the engine that is expected to finish it first, after its other work and the part of the prompt
+that is not in its cache. So an engine with the prefix of a prompt gets it, until the wait there is longer than the
+prefill that it saves. Then another engine computes the prefix too, so a popular prefix soon is in as many caches as
+necessary.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from engine.routing.prefix_index import PrefixIndex
 
 Route = Literal["prefix", "load", "round-robin", "random"]
 
-# Before any answer has ended, and before any engine has told what its steps cost: so long is an answer, and so many
-# tokens of a prompt weigh as much as one.
+# The assumed length of an answer before the first has ended, and the assumed number of prompt tokens that cost as much
+# as one answer before an engine has reported what its steps cost.
 UNKNOWN_ANSWER = 256
 TOKENS_PER_ANSWER = 512
-# A prompt that is computed where it was not known takes the time of all who wait there, and the place of what was known
-# there: so many times does it count.
+# The weight of uncached prompt tokens: computing them delays all requests of the engine and evicts other prefixes.
 PREFILL_WEIGHT = 3.0
-_STALE = 0.05  # of the length of answers: prices are made anew when it has changed by so much
-WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # of answers that tell how long answers get
+_STALE = 0.05  # relative change of the typical length of answers that makes prices stale
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # the ends of answers that count for the typical length
 
 
 class Work(msgspec.Struct, gc=False):
-    """What of a choice an engine has still to compute, as far as can be told, in tokens."""
+    """The expected remaining work of a choice, in tokens."""
 
     engine: int
-    prompt_tokens: int  # that no cache is thought to hold
+    prompt_tokens: int  # without those expected in the cache
     answer_tokens: int
     num_prompt_tokens: int
-    guessed: list[int]  # chunks of the prompt that are held to be known there until it is computed
+    guessed: list[int]  # chunks of the prompt that are assumed to be in the cache until it is computed
     num_output_tokens: int = 0
 
 
 class Router:
-    """Loads of engines 0 .. `size` - 1, and what is known in which of them.
+    """The loads and the cached prefixes of engines 0 .. `size` - 1.
 
-    Loads are what was given to an engine and has not come back, never what it says of itself: that would be old, and
-    would not have what is on its way. Seconds are by what the engine says of its steps, those of full batches: where
-    one is empty, it does not matter.
+    A load is the work that was sent to an engine and has not come back. Reports of the engine would be older and would
+    miss the work on its way. Work is in seconds, by the engine's step costs in full batches.
     """
 
     def __init__(
@@ -65,13 +63,15 @@ class Router:
         index: PrefixIndex | None = None,
         first: int = 0,
     ) -> None:
-        """`max_num_seqs`: running slots of each engine. `key`: what the engines were told to hash with. `first`: who
-        wins the first tie; several routers for the same engines have different ones. Of the other routes, `load` looks
-        at no prefix, and the last two look at nothing."""
+        """Make a router for engines of `max_num_seqs` running slots.
+
+        `key` is the key of the hashes that the engines publish. `first` is the engine that wins the first tie; several
+        routers for the same engines should have different ones. Route `load` ignores prefixes, `round-robin` and
+        `random` ignore loads too."""
         self.key = secrets.token_bytes(32) if key is None else key
         self.index = PrefixIndex() if index is None else index
         self.chunk_size = MIN_CHUNK
-        self.num_by_prefix = self.num_by_load = 0  # prompts that went where most of them is known, or elsewhere
+        self.num_by_prefix = self.num_by_load = 0  # prompts sent to the engine with most of the prefix, or elsewhere
         self._route = route
         self._random = np.random.default_rng(first)
         self._max_num_seqs = max_num_seqs
@@ -88,33 +88,31 @@ class Router:
 
     @property
     def loads(self) -> list[float]:
-        """Seconds of work that wait or run in each engine."""
+        """The seconds of work that wait or run in each engine."""
         loads: list[float] = self._loads().tolist()
         return loads
 
     def queued_and_running(self) -> tuple[float, float]:
-        """What `wanted_engines` goes by: seconds of work that waits, and shares of running slots that are taken.
-
-        As long as no engine has told what its steps cost, nothing is known to wait.
-        """
+        """Return the arguments of `wanted_engines`: the seconds of waiting work, and the sum of the taken shares of
+        running slots. The seconds are 0 until an engine has reported its step costs."""
         waiting = np.maximum(self._num_choices - self._max_num_seqs, 0)
         queued = self._prompt_tokens * self._prompt_price + waiting * self._answer_price * self._typical_answer
         running = np.minimum(self._num_choices / self._max_num_seqs, 1.0)
         return float(queued.sum()) if self._is_priced else 0.0, float(running.sum())
 
     def seconds_lost_with(self, engine: int) -> float:
-        """Of the work that it has, and that others would have to compute what only its cache holds."""
+        """Return the seconds of work that the engine has, and of prefills to replace what only its cache holds."""
         only_there = self.index.num_chunks_only_in(engine) * self.chunk_size * self._prompt_price[engine]
         return float(self._loads()[engine] + only_there)
 
     @property
     def uncached_tokens(self) -> list[int]:
-        """Tokens of prompts that wait in each engine to be computed, as far as can be told."""
+        """The expected number of prompt tokens that each engine has still to compute."""
         tokens: list[int] = self._prompt_tokens.tolist()
         return tokens
 
     def stats(self, alive: Sequence[int], num_placed_again: int = 0, num_deaths: int = 0) -> RoutingStats:
-        """How the engines, of which these live, share the requests."""
+        """Return the state of the routing; `alive` are the engines that live."""
         return RoutingStats(
             loads=self.loads,
             num_by_prefix=self.num_by_prefix,
@@ -128,13 +126,13 @@ class Router:
         )
 
     def describe(self, block_size: int, kv_windows: Sequence[int | None]) -> None:
-        """Take in how the engines' KV caches are divided."""
+        """Take the block size and the windows of the engines' KV caches."""
         self.chunk_size = chunk_size(block_size)
         widest = max((window - 1 for window in kv_windows if window is not None), default=0)
         self.index.window_chunks = -(-widest // self.chunk_size)
 
     def set_costs(self, engine: int, costs: StepCostTable) -> None:
-        """The engine says what its steps cost."""
+        """Take the step costs that an engine reports."""
         self._costs[engine] = costs
         if costs.is_known and self._is_priced:
             self._prompt_price[engine], self._answer_price[engine] = self._prices(costs)
@@ -142,7 +140,7 @@ class Router:
             self._set_prices()
 
     def apply(self, engine: int, events: KVEvents) -> bool:
-        """The engine says what it holds. False if it has to be asked for everything (`PublishKVEvents`)."""
+        """Apply KV events. Return False if the engine has to be asked for everything (`PublishKVEvents`)."""
         return self.index.apply(engine, events)
 
     def choose(
@@ -155,9 +153,9 @@ class Router:
         salt: str = "",
         max_tokens: int | None = None,
     ) -> int:
-        """Choose the engine, one of `alive`, for all choices of one prompt: they count as its work until they `ended`.
+        """Choose one of `alive` for all choices of one prompt. They count as its work until `ended`.
 
-        `prompt` may be any numbers that tell prompts apart, such as bytes, where no engine publishes.
+        If no engine publishes KV events, `prompt` may have any numbers that distinguish prompts, such as bytes.
         """
         count, length = len(request_ids), len(prompt)
         hashes = PrefixHashes(self.key, self.chunk_size, tenant, salt)
@@ -181,7 +179,7 @@ class Router:
         for request_id in request_ids:
             self._work[request_id] = Work(chosen, uncached, answer, length, guessed)
             self._prompt_tokens[chosen] += uncached
-            uncached, guessed = 0, []  # the first stands for the prompt, which is computed once for all
+            uncached, guessed = 0, []  # the first choice counts for the prompt, which is computed once for all
         self._num_choices[chosen] += count
         self._answer_tokens[chosen] += answer * count
         return chosen
@@ -195,8 +193,8 @@ class Router:
         queued = np.maximum(self._num_choices + count - self._max_num_seqs, 0)  # choices that wait for a slot
         seconds = self._loads() + queued * self._answer_price * self._typical_answer
         seconds += PREFILL_WEIGHT * length * self._prompt_price
-        # Prices are measured, and may be wrong: nobody waits for one engine while another has slots to spare, but for
-        # what is known there.
+        # Measured prices may be wrong. So no request waits for an engine while another has free slots, except for its
+        # cached prefix.
         has_slots = queued == 0
         if self._route == "prefix":
             seconds -= PREFILL_WEIGHT * self.chunk_size * known * self._prompt_price
@@ -215,14 +213,14 @@ class Router:
         return chosen
 
     def advanced(self, request_id: str, num_tokens: int) -> None:
-        """A choice got so many tokens: its prompt has been computed, and as many fewer are left of its answer."""
+        """Count new tokens of a choice: its prompt has been computed, and less of its answer is left."""
         work = self._work.get(request_id)
         if work is not None and num_tokens:
             work.num_output_tokens += num_tokens
             self._leave(work, max(work.answer_tokens - num_tokens, min(work.answer_tokens, 1)))
 
     def ended(self, request_id: str, *, by_itself: bool) -> None:
-        """A choice is no work any more. Those that were not broken off tell how long answers get."""
+        """Remove the work of a choice. Choices that ended by themselves count for the typical length of answers."""
         work = self._work.pop(request_id, None)
         if work is None:
             return
@@ -234,7 +232,7 @@ class Router:
                 self._set_prices()
 
     def forget(self, engine: int) -> None:
-        """The engine has gone, and its cache with it."""
+        """Remove all that is known of an engine that has ended."""
         for request_id in [each for each, work in self._work.items() if work.engine == engine]:
             self.ended(request_id, by_itself=False)
         self.index.forget(engine)
@@ -242,7 +240,7 @@ class Router:
         self._set_prices()
 
     def _leave(self, work: Work, answer_tokens: int) -> None:
-        """Nothing of the prompt, and so much of the answer, is left to do."""
+        """Count the prompt as computed, and reduce the remaining answer to so many tokens."""
         if work.prompt_tokens:
             self._prompt_tokens[work.engine] -= work.prompt_tokens
         if work.guessed:
@@ -261,7 +259,7 @@ class Router:
         return loads
 
     def _set_prices(self) -> None:
-        """Seconds for a token of a prompt and for one of an answer. An engine that has not told is like another."""
+        """Set the seconds per prompt token and per answer token. An engine without reported costs gets another's."""
         self._priced_answer = self._typical_answer
         any_costs = next((each for each in self._costs if each is not None and each.is_known), None)
         self._is_priced = any_costs is not None
@@ -276,7 +274,7 @@ class Router:
 
 
 def _chunks(hashes: PrefixHashes, prompt: Sequence[int], most: int) -> Iterator[int]:
-    """The hashes of a prompt from where they are known on, up to `most`."""
+    """Yield further hashes of a prompt, up to `most` in all."""
     while len(hashes.hashes) < most:
         yield hashes.extend(prompt)
 
@@ -287,33 +285,33 @@ def _engines(bits: int) -> NDArray[np.int64]:
 
 
 # ----------------------------------------------------------------------------------------------------------- fleet size
-# How many engines there should be, by what waits: for the engines of one server, and for Ray Serve's replicas.
+# The number of engines by waiting work, for the engines of one server and for Ray Serve's replicas.
 
 
 MAX_QUEUED_SECONDS = 2.0
-RUNNING_SHARE = 0.8  # of all running slots; where more are taken, another engine is wanted before anybody waits
-UPSCALE_SECONDS, DOWNSCALE_SECONDS = 5.0, 300.0  # for which more, or fewer, have to be wanted
+RUNNING_SHARE = 0.8  # of all running slots; if more are taken, another engine is wanted before requests wait
+UPSCALE_SECONDS, DOWNSCALE_SECONDS = 5.0, 300.0  # for which more or fewer engines have to be wanted
 
 
 def wanted_engines(queued_seconds: float, running: float, max_queued_seconds: float = MAX_QUEUED_SECONDS) -> int:
-    """As many as it takes for nobody to wait for longer than that. `queued_seconds` and `running`, the share of running
-    slots that are taken, are sums over all engines."""
-    # Who waits has all slots taken before him, so work that waits comes on top of the work that runs.
+    """Return the number of engines with which no request waits for longer than `max_queued_seconds`. `queued_seconds`
+    and `running`, the share of running slots that are taken, are sums over all engines."""
+    # Requests wait only if all slots are taken, so waiting work is added to running work.
     return math.ceil(queued_seconds / max_queued_seconds + running / RUNNING_SHARE)
 
 
 class FleetSize:
-    """How many engines there should be: raised to the fewest that were wanted at any time in the last
-    `UPSCALE_SECONDS`, lowered to the most in the last `DOWNSCALE_SECONDS`."""
+    """The number of engines: raised to the minimum of the numbers wanted in the last `UPSCALE_SECONDS`, lowered to the
+    maximum of those wanted in the last `DOWNSCALE_SECONDS`."""
 
     def __init__(self, least: int, most: int) -> None:
         self.size = self._least = least
         self._most = most
-        self._wanted: deque[tuple[float, int]] = deque()  # when, and how many
+        self._wanted: deque[tuple[float, int]] = deque()  # times and numbers
         self._began: float | None = None
 
     def update(self, wanted: int, now: float) -> int:
-        """How many there should be now. To be asked every second or so."""
+        """Return the number of engines for now. Call it about once a second."""
         self._began = now if self._began is None else self._began
         self._wanted.append((now, min(max(wanted, self._least), self._most)))
         while self._wanted[0][0] < now - DOWNSCALE_SECONDS:

@@ -1,8 +1,8 @@
-"""Tenants over several engines: what all of them were served, and how many of their requests run at once.
+"""The shares and limits of tenants over several engines.
 
-Each engine's scheduler is fair by itself (`engine.scheduler.waiting_queue`). Told what the others have served, it is
-fair by what the tenants got of all. A tenant's limit is kept here: what is beyond it is given to no engine until
-something of that tenant has ended.
+1. Each scheduler (`engine.scheduler.waiting_queue`) charges tenants for what the other engines have served, too, so
+   that tenants have fair shares of all engines together.
+2. Requests beyond a tenant's limit are held here, until other requests of the tenant have ended.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from engine.messages import EngineCoreRequest
 
 
 class Prompt(Protocol):
-    """The choices of one prompt: an `engine.commands.AddRequests`."""
+    """The choices of one prompt; an `engine.commands.AddRequests`."""
 
     choices: list[EngineCoreRequest]
 
 
 class FleetShares:
-    """What engines 0 .. `size` - 1 have served since the others were told, in prompt tokens by the tenant's weight."""
+    """The service of engines 0 .. `size` - 1 that the others do not know yet, in prompt tokens / tenant weight."""
 
     def __init__(self, size: int) -> None:
         self._served: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(size)]
 
     def charge(self, engine: int, request: EngineCoreRequest, cost: float) -> None:
-        """An engine has done something for this request."""
+        """Count what an engine has computed for this request."""
         self._served[engine][request.tenant] += cost / request.tenant_weight
 
     def take(self) -> list[dict[str, float]]:
-        """For each engine what the others have served since this was asked before; nothing if there is one tenant."""
+        """Return for each engine what the others have served since the last call; nothing if there is one tenant."""
         total: Counter[str] = Counter()
         for served in self._served:
             total.update(served)
@@ -49,34 +49,36 @@ class FleetShares:
 
 
 class TenantLimits:
-    """Prompts of tenants that have as many choices under way as may run. Of one tenant the best priority is next."""
+    """The prompts held because their tenant's limit is reached, by priority, and the number of running choices."""
 
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()
         self._held: defaultdict[str, list[tuple[int, int, int, Prompt]]] = defaultdict(list)
-        self._num_dropped: Counter[str] = Counter()  # of these, prompts without a choice
-        self._prompts: dict[str, Prompt] = {}  # of the choices that are held
+        self._num_dropped: Counter[str] = Counter()  # held prompts without a choice
+        self._prompts: dict[str, Prompt] = {}  # by the ids of held choices
         self._numbers = count()
 
     @property
     def num_held(self) -> int:
-        """Choices that wait here."""
+        """The number of held choices."""
         return len(self._prompts)
 
     @property
     def tenants(self) -> list[str]:
-        """Who has something held."""
+        """The tenants with held prompts."""
         return list(self._held)
 
     def hold(self, prompt: Prompt) -> None:
-        """The choices of a prompt have come. They are under way when `next` has given them."""
+        """Hold the choices of a new prompt until `next` returns them."""
         first = prompt.choices[0]
         heappush(self._held[first.tenant], (first.precedence, first.priority, next(self._numbers), prompt))
         self._prompts.update((choice.request_id, prompt) for choice in prompt.choices)
 
     def next(self, tenant: str) -> Prompt | None:
-        """What may run now, if anything. More choices than the limit run if nothing else of the tenant does: where they
-        run, the engine keeps it."""
+        """Return a held prompt that may run now; its choices count as running from now on. None if none may.
+
+        A prompt with more choices than the limit may run if no other choice of the tenant runs: the engine keeps the
+        limit then."""
         held = self._held.get(tenant, [])
         while held:
             choices = held[0][-1].choices
@@ -95,7 +97,7 @@ class TenantLimits:
         return None
 
     def drop(self, request_id: str) -> bool:
-        """A choice is not wanted any more. Returns whether it was held."""
+        """Drop a choice. Return False if it was not held."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
             tenant = prompt.choices[0].tenant
@@ -105,7 +107,7 @@ class TenantLimits:
         return prompt is not None
 
     def _drop_prompts(self, tenant: str) -> None:
-        """One more prompt is not wanted any more. They keep no memory until their turn, which may be far away."""
+        """Count a dropped prompt. Free dropped prompts before their turns, which may be far away."""
         self._num_dropped[tenant] += 1
         if self._num_dropped[tenant] > len(self._held[tenant]) // 2:
             self._held[tenant] = [each for each in self._held[tenant] if each[-1].choices]
@@ -113,13 +115,13 @@ class TenantLimits:
             self._num_dropped[tenant] = 0
 
     def end(self, tenant: str) -> None:
-        """A choice that was under way has ended."""
+        """Count the end of a running choice."""
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:
             del self._under_way[tenant]
 
     def late(self, now: float) -> Iterator[str]:
-        """Those held whose deadline has passed."""
+        """Yield the held choices that are past their deadlines."""
         for prompt in {id(each): each for each in self._prompts.values()}.values():
             for choice in prompt.choices:
                 deadlines = [each for each in (choice.deadline, choice.first_token_deadline) if each is not None]

@@ -1,17 +1,14 @@
-"""The queue of grammars to compile.
+"""The queue of grammars to compile. Clients decide how many there are, how large, and when they leave.
 
-Clients decide how much work there is and leave whenever they like, so:
-
-1. Tenants that have something queued get one compilation each in turn, first in first out within a tenant. Beside one
-   that queues without end, another waits for no more than its turn.
-2. Once there has been more than one tenant, none has more than one thread, even if the other is idle: a compilation
-   cannot be interrupted, and whoever comes finds a thread that is not held by the one before.
-3. One of the threads never takes a large text, because time mostly grows with the text. Where all clients are one
-   tenant, as without keys, a small grammar waits for small ones only. Large ones do not starve: the next free thread
-   is theirs while none of them is being compiled.
-4. A compilation that nobody waits for any more is dropped if it has not begun. If it has, it keeps its thread to its
-   end: it was its tenant's turn.
-5. Who asks for what is queued or being compiled for the same owner waits for that.
+1. Tenants with queued grammars get one compilation each in turn, first in, first out within a tenant.
+2. Once there has been more than one tenant, no tenant has more than one thread, even if the other thread is idle: a
+   compilation cannot be interrupted, so the next tenant would have to wait for it.
+3. One thread never takes a large text, because the time mostly grows with the text. So even if all clients are one
+   tenant, as without API keys, a small grammar waits for small ones only. Large ones do not starve: if none of them is
+   being compiled, the next free thread takes one.
+4. A compilation is dropped when all its callers have left, if it has not begun. If it has, it keeps its thread to its
+   end and counts as its tenant's turn.
+5. Callers with the same owner and grammar share one compilation.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from engine.fairness import RoundRobin
 from engine.messages import EngineCoreRequest, StructuredOutput
 
 COMPILER_THREADS = 2
-# The compiler takes some microseconds for a character, so this many take tens of milliseconds.
+# The compiler takes some microseconds per character, so tens of milliseconds for this many.
 SMALL_CHARACTERS = 8 * 1024
-# Of each thread; only what is used of it becomes memory, and a thread ends when nothing is queued.
+# The stack of each thread. Only the used part becomes memory, and a thread ends when nothing is queued.
 STACK_BYTES = 256 * 2**20
 
 T = TypeVar("T")
@@ -38,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Owner(NamedTuple):
-    """Whose grammar it is: what one owner has had compiled is not there for another, as in the prefix cache."""
+    """The owner of a compiled grammar. Owners do not share grammars, as they do not share cached prefixes."""
 
     tenant: str = ""
     salt: str = ""
@@ -52,7 +49,7 @@ Key = tuple[Owner, StructuredOutput]
 
 
 class _Job(Generic[T]):
-    """One compilation and those who wait for it."""
+    """One compilation and the futures that wait for it."""
 
     __slots__ = ("has_begun", "is_large", "key", "waiting")
 
@@ -64,7 +61,7 @@ class _Job(Generic[T]):
 
 
 class CompileQueue(Generic[T]):
-    """Runs `work` on at most `COMPILER_THREADS` threads, which have a deep stack. Thread-safe."""
+    """Runs `work` on at most `COMPILER_THREADS` threads with a deep stack. Thread-safe."""
 
     def __init__(self, work: Callable[[Owner, StructuredOutput], T]) -> None:
         self._work = work
@@ -74,16 +71,16 @@ class CompileQueue(Generic[T]):
         self._large: RoundRobin[_Job[T]] = RoundRobin()
         self._num_threads = 0
         self._large_is_running = False
-        self._running: list[str] = []  # the tenants of what is being compiled
+        self._running: list[str] = []  # tenants of the jobs that have begun
         self._first_tenant: str | None = None
-        self._is_shared = False  # whether there has been another
+        self._is_shared = False  # there has been another tenant
 
     def __len__(self) -> int:
-        """How many compilations have not begun."""
+        """Return the number of compilations that have not begun."""
         return len(self._small) + len(self._large)
 
     def submit(self, owner: Owner, structured: StructuredOutput) -> Future[T]:
-        """Queue a compilation. Does not block. Who does not want it any more cancels the future."""
+        """Queue a compilation. Does not block. Cancel the future to leave the queue."""
         future: Future[T] = Future()
         key = owner, structured
         with self._lock:
@@ -109,7 +106,7 @@ class CompileQueue(Generic[T]):
         try:
             _start_with_deep_stack(self._run)
         except Exception:  # no memory for a stack, or too many threads
-            if not self._num_threads:  # else those that there are will take it
+            if not self._num_threads:  # else a running thread will take the job
                 raise
         else:
             self._num_threads += 1
@@ -130,7 +127,7 @@ class CompileQueue(Generic[T]):
             del self._jobs[job.key]
 
     def _run(self) -> None:
-        """A thread's life: one compilation after the other, until there is none that it may take."""
+        """Compile one grammar after the other, until there is none that this thread may take."""
         while (job := self._next()) is not None:
             result: T | None = None
             error: Exception | None = None
@@ -138,7 +135,7 @@ class CompileQueue(Generic[T]):
                 result = self._work(*job.key)
             except Exception as exc:
                 error = exc
-            except BaseException as exc:  # a native library's panic; it would end whoever waits for it
+            except BaseException as exc:  # a native library's panic, which would end the waiting thread
                 error = RuntimeError(f"the grammar compiler failed ({type(exc).__name__})")
             for future in self._end(job):
                 if future.set_running_or_notify_cancel():
@@ -182,7 +179,7 @@ class CompileQueue(Generic[T]):
                 return None
             self._large_is_running = self._large_is_running or job.is_large
             self._running.append(job.key[0].tenant)
-            if len(self):  # a thread that found nothing it might take has ended
+            if len(self):  # a thread without a job that it may take has ended
                 self._start_thread()
             job.has_begun = True
             return job
@@ -200,7 +197,7 @@ _stack_size_lock = threading.Lock()
 
 
 def _start_with_deep_stack(function: Callable[[], None]) -> None:
-    with _stack_size_lock:  # the size is the process's, for threads started meanwhile
+    with _stack_size_lock:  # the size holds for all threads that the process starts
         before = threading.stack_size(STACK_BYTES)
         try:
             threading.Thread(target=function, name="grammar-compiler").start()

@@ -1,9 +1,9 @@
-"""Compile grammars within limits and keep them in a cache. Used by the front door and by the core.
+"""Compile grammars within limits and keep them in a cache. Used by the front end and by the core.
 
-What is compiled comes from clients, so everything is bounded: the size of the text, the work and the memory of the
-compiler and of every mask (llguidance counts both), the stack, and the cache. The compiler works through chains of
-references by recursion in native code, where running out of stack ends the process; so the queue's threads have a stack
-that holds the longest chain which fits into the largest text.
+Grammars come from clients, so everything is bounded: the size of the text, the work and the memory of the compiler and
+of every mask (llguidance counts both), the stack, and the cache. The compiler follows chains of references by recursion
+in native code, where a stack overflow ends the process. So the queue's threads have a stack for the longest chain that
+fits into the largest text.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from engine.structured.compile_queue import CompileQueue, Owner
 from engine.structured.grammar import refused, supported_part, to_llguidance
 
 TRIED_TOKENS = 32
-TRIED_SECONDS = 0.1  # of processor time: others wait for it
+TRIED_SECONDS = 0.1  # of processor time, for which other grammars wait
 MAX_MESSAGE = 400  # characters; the compiler cites the grammar
 
 _LIMITS = LLParserLimits(
-    max_items_in_row=5_000,  # alternatives that are open at the same time
+    max_items_in_row=5_000,  # alternatives that are open at once
     initial_lexer_fuel=200_000,
     step_lexer_fuel=50_000,  # keeps a mask below some tens of milliseconds
     step_max_items=20_000,
@@ -39,17 +39,17 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,  # or messages would cite what has been generated
 )
-# What the compiler says where one of its limits ends it. Faults in the text are told with their place.
+# The compiler's messages at its limits. Messages about faults in the text have a position.
 _LIMIT_MET = re.compile(
     r"^(lexer|parser) |fuel exhausted|too big \(limit|size limit|recursion limit exceeded|too deeply nested|"
     r"maximum number of|unable to determine if regex is empty|too many (expressions|states|items|digits)",
     re.IGNORECASE,
 )
 
-# Not where a definition is unsatisfiable: what refers to it may be optional.
+# Not for an unsatisfiable definition: the reference to it may be optional.
 _UNSATISFIABLE = re.compile("^(?!.*while processing).*(unsatisfiable|no output fits)", re.IGNORECASE)
 
-# What a compiled grammar is taken to hold, as nothing counts it: measured, 13 MB for a second of the compiler's time.
+# An estimate of the memory of a compiled grammar, which is not counted: measured, 13 MB per second of compilation.
 BYTES_PER_SECOND = 20 * 2**20
 BYTES_PER_CHARACTER = 64
 # Of the cache of grammars and refusals. An entry belongs to one owner: a hit is faster, so a shared entry would reveal
@@ -63,7 +63,7 @@ ANYBODY = Owner()
 class CompiledGrammar:
     """A grammar at its start. Matchers are copies of it.
 
-    It was compiled from `enforced`. `unenforced` names the keywords of JSON Schema that were left out of the request's.
+    It was compiled from `enforced`. `unenforced` names the keywords left out of the request's JSON Schema.
     """
 
     def __init__(self, prototype: LLMatcher, enforced: StructuredOutput, unenforced: tuple[str, ...] = ()) -> None:
@@ -76,12 +76,12 @@ class CompiledGrammar:
         return CompiledGrammar(self._prototype, self.enforced, unenforced)
 
     def matcher(self) -> LLMatcher:
-        """A matcher of its own for one request; microseconds."""
+        """Return a new matcher for one request; takes microseconds."""
         return self._prototype.deep_copy()
 
 
 class GrammarCompiler:
-    """Compiles for one model, on threads of its own, which let others run meanwhile. Thread-safe.
+    """Compiles for one model, on threads of its own that release the interpreter lock. Thread-safe.
 
     `vocab_size` is the model's, which may be padded beyond the tokenizer's: the padding is never allowed.
     """
@@ -91,21 +91,21 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self.num_compiled = 0  # what was in the cache not counted; for tests
+        self.num_compiled = 0  # without cache hits; for tests
         self._cache: TenantLRU[CompiledGrammar | InvalidRequest] = TenantLRU(MAX_CACHED_GRAMMARS, MAX_CACHED_BYTES)
         self._queue: CompileQueue[CompiledGrammar] = CompileQueue(self._compile)
         self._tokenizer_lock = threading.Lock()
         self._built: LLTokenizer | None = None
 
     def find(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> CompiledGrammar | None:
-        """The grammar if this owner has had it compiled. Does not block. Raises InvalidRequest if it was refused."""
+        """Return the grammar if it is in the cache. Does not block. Raises InvalidRequest if it was refused."""
         found = self._cache.find(owner.tenant, (owner.salt, structured))
         return None if found is None else _unless_refused(found)
 
     def submit(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> Future[CompiledGrammar]:
-        """The grammar, soon. Does not block. The future raises InvalidRequest that says what is wrong.
+        """Return a future of the grammar. Does not block. The future raises InvalidRequest with the reason.
 
-        Whoever does not want it any more cancels the future: if nobody waits for it, it is not compiled.
+        If all its futures are cancelled, a grammar is not compiled.
         """
         try:
             found = self.find(structured, owner)
@@ -120,11 +120,11 @@ class GrammarCompiler:
         return done
 
     def compile(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> CompiledGrammar:
-        """The grammar, when it is compiled. Blocks. Raises InvalidRequest that says what is wrong."""
+        """Wait for the grammar and return it. Raises InvalidRequest with the reason."""
         return self.submit(structured, owner).result()
 
     def build_tokenizer(self) -> LLTokenizer:
-        """What the compiler knows of the vocabulary: 0.15 s for 50,000 tokens, once. The GIL is held meanwhile."""
+        """Return the compiler's form of the vocabulary. Built once: 0.15 s for 50,000 tokens, with the GIL held."""
         with self._tokenizer_lock:
             if self._built is None:
                 eos = self._eos_token_ids
@@ -133,11 +133,9 @@ class GrammarCompiler:
             return self._built
 
     def _compile(self, owner: Owner, structured: StructuredOutput) -> CompiledGrammar:
-        """The work of the queue's threads."""
-        found = self._cache.find(
-            owner.tenant, (owner.salt, structured)
-        )  # somebody's turn may have come between a look and a place in line
-        if found is None:
+        """Do the work of the queue's threads."""
+        found = self._cache.find(owner.tenant, (owner.salt, structured))
+        if found is None:  # no other job has compiled it since the look into the cache before the queue
             started = time.thread_time()
             found = self._outcome(structured)
             seconds = time.thread_time() - started
@@ -159,14 +157,14 @@ class GrammarCompiler:
         except InvalidRequest as error:
             return error
         except RecursionError:
-            return found  # which says that it is nested too deeply
+            return found  # an error that says that it is nested too deeply
         if not left_out and len(structured.value) <= MAX_GRAMMAR_CHARACTERS:
             return found
         found = self._whole(enforced)
         return found.leaving_out(left_out) if isinstance(found, CompiledGrammar) else found
 
     def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
-        """The grammar of all that this asks for."""
+        """Compile all of a grammar, without leaving out keywords."""
         try:
             structs.replace(structured, lenient=False).check()
             text = to_llguidance(structured, self._special_tokens())
@@ -185,8 +183,8 @@ class GrammarCompiler:
     def _tried_out(self, prototype: LLMatcher) -> LLMatcher:
         """Follow the grammar for a few allowed tokens. Return it at its start, or with its error.
 
-        What is too complex to be followed mostly shows now, while it can be refused; and the lexer, which learns as it
-        goes, does its dearest work here and not for each of its copies.
+        Most grammars that are too complex to follow fail here, where they can still be refused. And the lexer, which
+        builds its states lazily, does its most expensive work here and not in each copy.
         """
         fresh = prototype.deep_copy()
         mask = np.zeros(self.mask_words_of_tokenizer, dtype=np.uint32)
@@ -205,7 +203,7 @@ class GrammarCompiler:
 
     @property
     def mask_words_of_tokenizer(self) -> int:
-        """uint32 words of a mask as llguidance writes it; at least `mask_words`."""
+        """The number of uint32 words of a mask as llguidance writes it; at least `mask_words`."""
         return -(-self.build_tokenizer().vocab_size // 32)
 
     def _special_tokens(self) -> dict[str, int]:
@@ -214,7 +212,7 @@ class GrammarCompiler:
 
 
 class _Tokens:
-    """The vocabulary in the form that llguidance asks for, by attributes of these names."""
+    """The vocabulary with the attributes that llguidance reads."""
 
     bos_token_id = None
 
@@ -227,14 +225,15 @@ class _Tokens:
         self._special = frozenset(self.special_token_ids)
         self._id_of = {text: token_id for token_id, text in enumerate(tokens) if token_id not in self._special}
         self._longest = max(map(len, self._id_of))
-        # Sentencepiece puts a space before a text, but not before what follows a control character.
+        # Sentencepiece puts a space before a text, but not after a control character.
         self._before = "" if vocabulary.is_byte_level else "\x02"
         self._num_before = len(self._encode(self._before))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The tokens in which the model would write a text: where only one text can follow, they are allowed alone.
+        """Return the tokens of a text as the model would write it. If only one text can follow, only they are allowed.
 
-        Where that is not exactly the text, because it is normalized or reads like a special token, the longest tokens.
+        If they do not give exactly the text, because it is normalized or contains the spelling of a special token,
+        return the longest tokens that spell it.
         """
         as_bytes = text.encode() if isinstance(text, str) else text
         as_text = as_bytes.decode(errors="replace")
@@ -256,7 +255,7 @@ class _Tokens:
                     start += length
                     break
             else:
-                break  # the vocabulary cannot say it
+                break  # no token spells the rest
         return token_ids
 
 
@@ -267,6 +266,6 @@ def _unless_refused(found: CompiledGrammar | InvalidRequest) -> CompiledGrammar:
 
 
 def _first_words(error: str) -> str:
-    """What the compiler says, as a sentence, without what it says about itself."""
+    """Return the compiler's message as a sentence, without its mark."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return f"{text.removesuffix('.')}." if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

@@ -1,7 +1,7 @@
-"""From a `StructuredOutput` to the text that llguidance compiles. Pure functions; nothing is compiled here.
+"""The translation of a `StructuredOutput` into the text that llguidance compiles.
 
-llguidance's notation is Lark's with extensions: ``%json {...}`` is a JSON Schema in the place of a rule, ``<[7]>`` is
-the token of that id, and a terminal marked ``[lazy]`` ends as early as it can.
+llguidance's notation is Lark's with extensions: ``%json {...}`` is a JSON Schema as a rule, ``<[7]>`` is the token with
+that id, and a terminal marked ``[lazy]`` ends as early as it can.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from engine.structured.json_schema import prepared, uncountable, without_unsuppo
 
 # Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
 MAX_DEFINITIONS = 400
-# GBNF is translated in Python, which holds the interpreter lock meanwhile.
+# GBNF is translated in Python, with the interpreter lock held.
 MAX_GBNF_CHARACTERS = 16 * 1024
-# A blank, or a line break and an indentation. Small models that may write any number of blanks go on doing so.
+# A blank, or a line break and an indentation. If any number of blanks is allowed, small models write blanks forever.
 JSON_WHITESPACE = r" |\n[ \t]{0,64}"
 
-# Comparing patterns of `patternProperties` takes time that grows with the fourth power of their number, and that none
-# of llguidance's limits bounds: 0.2 s for 128 of them, 22 s for 400.
+# The time to compare patterns of `patternProperties` grows with the fourth power of their number, without a limit in
+# llguidance: 0.2 s for 128 of them, 22 s for 400.
 MAX_NAME_PATTERNS = 128
 
 _DECODER = json.JSONDecoder()
@@ -46,9 +46,9 @@ _NO_FORCING = '%llguidance {"no_forcing": true}'  # the last one of a grammar wi
 
 
 def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
-    """The grammar for llguidance. `special_tokens` are the model's, by their text.
+    """Return the grammar for llguidance. `special_tokens` are the ids of the model's special tokens, by their text.
 
-    Raises InvalidRequest for what is refused before it is compiled.
+    Raises InvalidRequest for a grammar that is refused before it is compiled.
     """
     if structured.kind in _WITH_SCHEMAS:
         excess = _excessive_divisor(structured.value, combined=structured.kind is not StructuredOutputKind.JSON_SCHEMA)
@@ -68,7 +68,7 @@ def _check_name_patterns(structured: StructuredOutput) -> None:
     waiting: list[Any] = []
     if structured.kind is StructuredOutputKind.GRAMMAR:
         for found in _EMBEDDED_JSON.finditer(structured.value):
-            with suppress(ValueError, RecursionError):  # llguidance says what is wrong with it
+            with suppress(ValueError, RecursionError):  # llguidance refuses it with the reason
                 waiting.append(_DECODER.raw_decode(structured.value, found.end())[0])
     else:
         waiting.append(_parsed(structured.value))
@@ -87,10 +87,10 @@ def _check_name_patterns(structured: StructuredOutput) -> None:
 
 
 def _may_never_end(structured: StructuredOutput) -> bool:
-    """Whether a terminal of the client's may swallow what has to follow it, such as ``/a+/ "a"``.
+    """Return True if a terminal of the client may match what has to follow it, such as ``/a+/ "a"``.
 
-    Then one byte must follow the other for ever, and the compiler, which looks ahead for what is forced, would not come
-    back. Within JSON of our own layout a mark ends every terminal.
+    Then the next byte is forced forever, and the compiler, which looks ahead for forced bytes, would not return. In
+    JSON without the client's own whitespace a mark ends every terminal.
     """
     if structured.kind is StructuredOutputKind.GRAMMAR or structured.whitespace_pattern is not None:
         return True
@@ -117,7 +117,7 @@ def _grammar(structured: StructuredOutput, special_tokens: Mapping[str, int]) ->
 
 
 def refused(reason: str, *, code: str | None = None) -> InvalidRequest:
-    """The refusal of a grammar. Whoever knows the client's name for it puts that in the place of ours."""
+    """Return the refusal of a grammar. The dialects replace `structured_output` by the client's name of the field."""
     return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output", code=code)
 
 
@@ -149,7 +149,7 @@ def _parsed(value: str) -> Any:
 
 
 def _json_schema(schema: Any, structured: StructuredOutput) -> str:
-    """A JSON Schema with the compiler's options, as JSON. Where the schema brings options, those of the request win."""
+    """Return a JSON Schema with the options of llguidance, as JSON. Options of the request override the schema's own."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -195,7 +195,7 @@ def _from_gbnf(text: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError:
         raise refused("it is nested too deeply.") from None
-    except Exception as error:  # the translator raises its own error for some faults, and whatever it meets for others
+    except Exception as error:  # the translator raises its own error for some faults only
         raise refused(f"it is not valid GBNF: {error}") from None
 
 
@@ -203,12 +203,12 @@ def _from_gbnf(text: str) -> str:
 
 
 def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str]) -> str:
-    """Lark for text between two tags, which are given as Lark's literals, and then what `grammar` describes.
+    """Return Lark for text between two tags, which are given as Lark's literals, followed by `grammar`.
 
-    Without an opening tag the reasoning has begun before; with one, the model may do without.
+    Without an opening tag the prompt has begun the reasoning; with one, the reasoning is optional.
     """
     grammar = _as_lark(grammar)
-    lazy = "" if closing[0].startswith("<[") else "[lazy]"  # no text can hold a token of its own
+    lazy = "" if closing[0].startswith("<[") else "[lazy]"  # text cannot contain a special token
     reasoning = f"{' '.join(opening)} reasoning_end reasoning_gap?"
     return "\n".join(
         [
@@ -232,7 +232,7 @@ def _as_lark(grammar: str) -> str:
 
 
 def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
-    """Lark for what `protocol.syntax.grammars.tagged_json` describes."""
+    """Return Lark for a value of `protocol.syntax.grammars.tagged_json`."""
     tags, triggers = value["tags"], value["triggers"]
     lines: list[str] = []
     inside = [_between_tags(tag, structured, value["required"]) for tag in tags]
@@ -255,12 +255,12 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
         if not begun:
             continue
         pieces = _pieces(trigger, special_tokens)
-        if pieces[0].startswith("<["):  # a token of its own, which no text can hold
+        if pieces[0].startswith("<["):  # a special token, which text cannot contain
             lines.append(f"head_{number}: TEXT {' '.join(pieces)}")
         elif len(pieces) == 1:
             lines.append(f"head_{number}[lazy]: TEXT {pieces[0]}")
         else:
-            raise refused(f"the trigger {trigger!r} must begin with the special token that it holds.")
+            raise refused(f"the trigger {trigger!r} must begin with the special token that it contains.")
         rest = (
             f"{literal(tag['begin'].removeprefix(trigger))} {rules[inside[n]]} {literal(tag['end'])}"
             for n, tag in begun
@@ -281,12 +281,12 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
 
 
 def _grammar_of(start: str, lines: Sequence[str]) -> str:
-    # It comes first, so that it is not taken for that of a grammar inside.
+    # `start` comes first, so that it is not confused with the `start` of a grammar inside.
     return "\n".join(["%llguidance {}", f"start: {start}", *lines])
 
 
 def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required: bool) -> str:
-    """What stands between the two texts of a tag, as the right side of a rule."""
+    """Return the right side of the rule for the content of a tag."""
     if "regex" not in tag:
         return f"%json {_json_schema(tag['schema'], structured)}"
     try:
@@ -294,7 +294,7 @@ def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required
     except InvalidRequest:
         if required:
             raise
-        return f"%lark {{\nstart: /{_ANY_QUOTED}/\n}}"  # where no call is demanded, the pattern is a wish
+        return f"%lark {{\nstart: /{_ANY_QUOTED}/\n}}"  # without a required call, the pattern is not enforced
 
 
 def _trigger_of(begin: str, triggers: Iterable[str]) -> str | None:
@@ -302,7 +302,7 @@ def _trigger_of(begin: str, triggers: Iterable[str]) -> str | None:
 
 
 def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
-    """`text` as Lark's literals, with special tokens by their ids."""
+    """Return `text` as literals of Lark, with special tokens by their ids."""
     names = sorted((name for name in special_tokens if name in text), key=len, reverse=True)
     if not names:
         return [_quoted(text)]
@@ -312,12 +312,13 @@ def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
 
 # --- regular expressions behind JSON's escapes
 #
-# The text of a tool is one string among a call's arguments, so its pattern has to hold behind JSON's escapes. Escaping
-# maps each character by itself, and no code begins another: so it is enough to escape each atom of the pattern.
+# The text of a custom tool is one string in a call's arguments, so its pattern has to match the escaped string. Each
+# character is escaped by itself, and no code is the beginning of another: so it is enough to escape each atom of the
+# pattern.
 
 _ESCAPES = {
     character: msgspec.json.encode(character).decode()[1:-1]
-    for character in [*map(chr, range(0x20)), '"', "\\"]  # those that JSON takes in no other way
+    for character in [*map(chr, range(0x20)), '"', "\\"]  # those that JSON only takes escaped
 }
 _PLAIN = r'[^"\\\x00-\x1F]'
 _SHORT = {character: code[1] for character, code in _ESCAPES.items() if len(code) == 2}
@@ -339,7 +340,7 @@ _IN_LITERAL = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # of Lark's regular expr
 
 
 def _quoted_regex(pattern: str) -> str:
-    """Return the regular expression for the same texts as they stand in a JSON string, escaped."""
+    """Return the regular expression for the same texts as escaped JSON strings."""
     literal = re.sub(r"\\.|/|\n", lambda found: _IN_LITERAL.get(found[0], found[0]), pattern, flags=re.DOTALL)
     return "".join(_atoms(literal))
 
@@ -371,7 +372,7 @@ def _atoms(pattern: str) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _one_character(atom: str) -> str:
-    """Return what matches the codes of the characters that `atom` matches."""
+    """Return the atom for the codes of the characters that `atom` matches."""
     if atom.startswith(r"\p"):  # letters, marks and numbers
         return atom
     if atom in _ESCAPES or (len(atom) == 1 and atom != "."):
@@ -404,21 +405,21 @@ def _unquotable(part: str) -> InvalidRequest:
 
 # --- divisors
 
-# The compiler's automaton has a state for each remainder and none of its own limits stops its construction: 10,000 take
-# 0.3 s and some MB, 500,000 take 10 s and 170 MB. Decimals count by their digits: 0.25 counts as 25.
+# The compiler's automaton has a state for each remainder, without a limit in llguidance: 10,000 take 0.3 s and some MB,
+# 500,000 take 10 s and 170 MB. Decimals count by their digits: 0.25 counts as 25.
 MAX_DIVISOR = 10_000
 
 _DIVISOR = re.compile(r'"multipleOf"\s*:\s*(-?[0-9][0-9.eE+-]*)')
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
-# Where these stand two divisors may meet in one number, whose automaton then has a state for each pair of remainders.
+# With these keywords one number may have two divisors; its automaton then has a state for each pair of remainders.
 _COMBINING = re.compile(r'"(?:allOf|anyOf|oneOf|patternProperties)"\s*:|"\$ref"\s*:\s*"[^"]*"\s*,|,\s*"\$ref"\s*:')
 
 
 def _excessive_divisor(text: str, *, combined: bool) -> str | None:
-    """What is too much of `multipleOf` in a text that holds JSON Schemas, in words; None if nothing is.
+    """Return the complaint about the values of `multipleOf` in a text with JSON Schemas; None if they are allowed.
 
-    `combined` says that its schemas may be alternatives for one place. The text is searched and not parsed: so it is
-    found at any depth and in any notation, at worst where it is an example's and demands nothing.
+    `combined` means that its schemas may be alternatives for one value. The text is searched and not parsed, so that
+    `multipleOf` is found at any depth and in any notation, but also in examples, where it has no effect.
     """
     text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
     divisors: set[Fraction] = set()
@@ -432,21 +433,21 @@ def _excessive_divisor(text: str, *, combined: bool) -> str | None:
             divisors.add(divisor)
             total += states
             if total > MAX_DIVISOR:
-                return f"multipleOf takes at most {MAX_DIVISOR} in all, got {number[:40]} beside others."
+                return f"multipleOf takes at most {MAX_DIVISOR} in all, got {number[:40]} in addition to others."
     if divisors and (combined or _COMBINING.search(text)):
         common = math.lcm(*(divisor.numerator for divisor in divisors))
         shared = math.gcd(*(divisor.denominator for divisor in divisors))
         states = next(scaled for k in range(400) if (scaled := common * 10**k) % shared == 0) // shared
         if states > MAX_DIVISOR:
             return (
-                f"multipleOf takes at most {MAX_DIVISOR} for the least common multiple of all its values where"
-                f" alternatives meet, got {states if states < 10**20 else 'much more'}."
+                f"multipleOf takes at most {MAX_DIVISOR} for the least common multiple of all its values in combined"
+                f" schemas, got {states if states < 10**20 else 'much more'}."
             )
     return None
 
 
 def _states(number: str) -> int:
-    """A divisor without its decimal point, which is how many remainders there are. What is no number counts as 0."""
+    """Return a divisor without its decimal point, which is the number of remainders; 0 for text that is no number."""
     try:
         value = Decimal(repr(abs(float(number)))).normalize()  # as the compiler reads it
     except ValueError:

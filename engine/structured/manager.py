@@ -1,7 +1,7 @@
-"""Grammars of running requests: compiled beside the engine's steps, masks computed beside the device's.
+"""The grammars of running requests: compiled while the engine makes steps, masks computed while the device does.
 
-Owned by the EngineCore; its methods are called on the engine's thread, its work is done on threads of its own and on
-the compiler's, where llguidance lets go of the interpreter lock.
+Owned by the EngineCore. Methods are called on the engine's thread; the work is done on threads of this module and of
+the compiler, where llguidance releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.matchers import GrammarMatcher, ThinkingBudget, TokenMatcher, TokenRules, mask_of
 
 MASK_THREADS = 4
-# A thread takes so many masks at a time: handing it work costs about as much as computing eight.
+# Handing a task to a thread costs about as much as computing eight masks.
 MASKS_PER_TASK = 8
-# What an engine with nothing else to do waits for a compilation before it looks after its inbox again.
+# The time for which an engine without other work waits for a compilation before it reads its inbox again.
 WAIT_SECONDS = 0.005
 
 
 class StructuredOutputManager:
-    """Compiles grammars and computes masks. `compiler` may be shared with the front door: then it has them already."""
+    """Compiles grammars and computes masks. If the front end shares `compiler`, grammars are compiled already."""
 
     def __init__(
         self,
         compiler: GrammarCompiler,
         matchers_of: Callable[[SchedulerOutput], Sequence[tuple[int, TokenMatcher]]],
     ) -> None:
-        """`matchers_of` returns the matchers of a plan's requests by their places in it."""
+        """Use `matchers_of`, which returns the matchers of a plan with the indices of their requests in it."""
         self._compiler = compiler
         self._matchers_of = matchers_of
         self._allowed: tuple[tuple[int, ...], NDArray[np.uint32]] = (), np.empty(0, np.uint32)  # of the latest request
@@ -42,7 +42,7 @@ class StructuredOutputManager:
         self._fillers.submit(compiler.build_tokenizer)  # now, and not while requests run
 
     def on_add(self, request: EngineCoreRequest) -> TokenMatcher | None:
-        """The matcher of a new request, if it needs one. It is not ready before its grammar is compiled."""
+        """Return the matcher of a new request, None if it needs none. It is ready when its grammar is compiled."""
         sampling = request.sampling
         grammar = None if sampling.structured_output is None else self._start_grammar(request)
         matcher: TokenMatcher | None = grammar
@@ -93,21 +93,21 @@ class StructuredOutputManager:
         plan.masks = PendingMasks(TokenMasks(indices=indices, bits=bits[:, : self._compiler.mask_words]), tasks)
 
     def close(self, is_healthy: bool) -> None:
-        """Start nothing more."""
+        """Cancel compilations and masks that have not begun."""
         for future in self._compiling:
             future.cancel()
         self._fillers.shutdown(wait=False, cancel_futures=True)
 
 
 class PendingMasks:
-    """The masks of one plan, on their way: an `engine.plan.MasksHandle`."""
+    """The masks of one plan while they are computed. An `engine.plan.MasksHandle`."""
 
     def __init__(self, masks: TokenMasks, tasks: Sequence[Future[None]]) -> None:
         self._masks = masks
         self._tasks = tasks
 
     def result(self) -> TokenMasks:
-        """Wait until they are computed."""
+        """Wait for all masks, and return them."""
         for task in self._tasks:
             task.result()
         return self._masks

@@ -1,7 +1,7 @@
 """A request's position in its grammar, token rules and the thinking budget.
 
-Owned by the request and moved on by the scheduler, on the engine's thread. Masks are computed on the manager's threads.
-The step that wants a mask waits for it before it samples, but a step that fails may leave one being computed behind.
+A matcher belongs to a request. The scheduler advances it, on the engine's thread; the manager's threads compute its
+masks. A step waits for its masks before it samples, but after a step that fails a mask may still be being computed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from engine.errors import InvalidRequest
 from engine.messages import GRAMMAR_TOO_COMPLEX, Refusal
 from engine.structured.compiler import CompiledGrammar
 
-# Processor time that the masks of one request may take: so much, and so much more for every token. Most masks take
-# microseconds; a grammar made to take long would hold up all requests beside it.
+# The processor time that the masks of one request may take: a fixed part, and a part for every token. Most masks take
+# microseconds; a slow grammar would delay all requests of the same steps.
 SECONDS_AT_ONCE = 1.0
 SECONDS_PER_TOKEN = 0.002
 
-_NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance's words; every other end met one of its limits
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance's message; all its other errors are about its limits
 _TOO_COMPLEX = Refusal(
     "structured_output became too complex to follow within the answer. Allow fewer alternatives at a time.",
     param="structured_output",
@@ -41,46 +41,45 @@ _TOO_SLOW = Refusal(
 
 
 class TokenMatcher(Protocol):
-    """What the scheduler and the manager need of whatever says which tokens may follow."""
+    """The tokens that may follow in the output of one request, for the scheduler and the manager."""
 
     @property
     def error(self) -> str | None:
-        """Why the request cannot go on; None while it can."""
+        """The reason why the request cannot go on; None while it can."""
         ...
 
     @property
     def refusal(self) -> Refusal | None:
-        """What the client is told of the `error`, if it is the client's."""
+        """The message for the client, if the client caused the `error`."""
         ...
 
     @property
     def is_ready(self) -> bool:
-        """Whether masks can be computed. False for ever if there is an `error`."""
+        """True if masks can be computed. False forever if there is an `error`."""
         ...
 
     @property
     def rest(self) -> TokenMatcher | None:
-        """What restricts the tokens from now on: itself, for as long as it does; None if nothing does."""
+        """The matcher to use from now on: itself while it restricts tokens, then the one inside it, if any."""
         ...
 
     def close(self) -> None:
-        """The request is gone: what is not ready yet is not wanted any more."""
+        """Cancel a compilation: the request has ended."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Move on by a sampled token. Returns whether the output is complete."""
+        """Advance by a sampled token. Return True if the output is complete, so that no token may follow."""
         ...
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
-        """Write the mask of the tokens that may come next."""
+        """Write the mask of the tokens that may come next: bit `id % 32` of word `id // 32` is set for each of them."""
         ...
 
 
 class GrammarMatcher:
-    """Follows the tokens of one request through its grammar, which may still be being compiled at first.
+    """A `TokenMatcher` that follows a grammar, which may still be being compiled at first.
 
-    It survives a preemption: the tokens that were generated stay, and so does the place in the grammar. `error` says
-    why the request cannot go on; None while it can; `refusal` is set too where its client can correct it.
+    A preemption does not change it: the generated tokens stay, and so does the position in the grammar.
     """
 
     def __init__(self, compiling: Future[CompiledGrammar]) -> None:
@@ -94,7 +93,7 @@ class GrammarMatcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the grammar is compiled. False for ever if that failed; then there is an `error`."""
+        """True if the grammar is compiled. If that failed, False forever, with an `error`."""
         if self._matcher is None and self.error is None and self._compiling.done():
             try:
                 self._matcher = self._compiling.result().matcher()
@@ -109,17 +108,14 @@ class GrammarMatcher:
         return self
 
     def accept(self, token_id: int) -> bool:
-        """Move on by a sampled token. Returns whether the output is complete: nothing may follow.
-
-        Sets `error` if it cannot be followed: the grammar turned out to take too much work, or, which would be a fault
-        of ours, the token was not allowed.
-        """
+        """Advance. Set `error` if the grammar takes too much work, or if the token is not allowed, which would be a bug
+        of Headrace."""
         assert self._matcher is not None
         self._num_tokens += 1
         with self._lock:
             followed = not self._matcher.is_error() and self._matcher.consume_token(token_id)
         if not followed:
-            # The compiler's own words cite tokens, and what a model wrote does not belong into logs.
+            # llguidance's message cites tokens, but a model's output must not be logged.
             if _NOT_ALLOWED in self._matcher.get_error():
                 self.error = "a token was sampled that the grammar does not allow"
             else:
@@ -131,17 +127,13 @@ class GrammarMatcher:
         return self._matcher.is_stopped()
 
     def close(self) -> None:
-        """Leave the compiler's queue."""
         self._compiling.cancel()
 
     def _refuse(self, refusal: Refusal) -> None:
         self.error, self.refusal = refusal.message, refusal
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
-        """Write the mask of the tokens that may come next: bit `id % 32` of word `id // 32` is set for each of them.
-
-        In an error nothing but the end is allowed, so that the next `accept` finds it.
-        """
+        """Write the mask. After an error only the end of the output is allowed, so that the next `accept` finds it."""
         assert self._matcher is not None
         with self._lock:
             started = time.thread_time()
@@ -150,20 +142,18 @@ class GrammarMatcher:
 
 
 # ---------------------------------------------------------------------------------------------------------- token rules
-# What a client forbids token by token: everything but `allowed_token_ids`, and what would complete one of `bad_words`.
-#
-# It takes the same way as a grammar: masks beside the step, the tokens read one by one. With a grammar both hold.
+# The restrictions by `allowed_token_ids` and `bad_words`. They use masks like a grammar; with a grammar both hold.
 
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
 class TokenRules:
-    """A `TokenMatcher` of one request: a grammar's if there is one, narrowed.
+    """A `TokenMatcher` for token rules, and for the grammar of the request if there is one.
 
-    `allowed` is the mask of `allowed_token_ids` (see `mask_of`), or None; requests may share it.
-    `bad_words` are sequences of token ids, none of them empty. A sequence of one token is never generated; of a longer
-    one the last token is not, where the others have just been.
+    `allowed` is the mask of `allowed_token_ids` (see `mask_of`), or None; requests may share it. `bad_words` are
+    sequences of token ids, none of them empty. The last token of a sequence is never generated directly after its other
+    tokens.
     """
 
     def __init__(
@@ -214,7 +204,7 @@ class TokenRules:
         return self._grammar is not None and self._grammar.accept(token_id)
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
-        """Write the mask of the tokens that may come next. If none may, set `error`, and allow all for the sampler."""
+        """Write the mask. If it would allow no token, set `error`, and allow all tokens for the sampler."""
         if self._grammar is None:
             mask[:] = ALL_TOKENS
         else:
@@ -230,15 +220,15 @@ class TokenRules:
         if not mask.any():
             names = [*self._names, *(["structured_output"] if self._grammar is not None else [])]
             self._left_nothing = Refusal(
-                f"{' and '.join(names)} leave no token that may come next; allow more tokens or leave one of them out.",
+                f"{' and '.join(names)} leave no token that may come next. Allow more tokens or leave one of them out.",
                 param=names[-1],
             )
             mask[:] = ALL_TOKENS
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word, as it is at the start of a text and as it is behind a blank; vLLM's rule: the second
-    only where it is as long as the first and begins with another token."""
+    """Return the token ids of each word at the start of a text and after a blank. By vLLM's rule, the second form
+    counts only if it is as long as the first and begins with another token."""
     found: list[tuple[int, ...]] = []
     for word in words:
         first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False).ids)
@@ -257,20 +247,20 @@ def mask_of(token_ids: Sequence[int]) -> NDArray[np.uint32]:
 
 
 # ------------------------------------------------------------------------------------------------------ thinking budget
-# Closes the reasoning of a request whose budget is used up: the tokens of the closing tag are all that may follow.
-#
-# It takes the same way as a grammar, around one if there is one, and is gone when the reasoning is over.
+# When the budget is used up, only the tokens of the closing tag may follow. After the reasoning only the inner matcher
+# remains.
 
 
-MAX_EXCESS = 3  # bytes of a character behind its first one
+MAX_EXCESS = 3  # bytes of a UTF-8 character after its first
 
 
 class ThinkingBudget:
-    """A `TokenMatcher` of one request, around what restricts it beside.
+    """A `TokenMatcher` that ends the reasoning at a budget, around the request's other matcher if there is one.
 
-    `tags` are those around the reasoning; "" for the first says that the prompt has opened it. `closing` is the second
-    in tokens, which come on top of the budget. All before them count, the opening tag included: together they are the
-    `reasoning_tokens` of usage. A character that has been begun is ended first, which takes three tokens at most.
+    `tags` are the tags around the reasoning; an empty first one means that the prompt has opened it. `closing` has the
+    tokens of the second tag, which come in addition to the budget. All tokens before them count, the opening tag
+    included: they are the `reasoning_tokens` of usage. An unfinished character is completed first, in at most three
+    tokens.
     """
 
     def __init__(
@@ -289,9 +279,9 @@ class ThinkingBudget:
         self._inner = inner
         self._is_open = not self._opening
         self._is_over = False
-        self._seen = b""  # before the opening: everything; in the reasoning: what the closing tag may begin in
+        self._seen = b""  # all bytes before the opening tag; in the reasoning, as many as the closing tag may overlap
         self._num_tokens = 0
-        self._num_forced = 0  # tokens of the closing tag that have come because nothing else might
+        self._num_forced = 0  # tokens of the closing tag that were forced
 
     @property
     def error(self) -> str | None:
@@ -345,13 +335,13 @@ class ThinkingBudget:
                 self._is_over = not self._opening.startswith(start)
                 return
             self._is_open, self._seen = True, start.removeprefix(self._opening)
-        # A tag that was forced is whole with its last token, whatever bytes that stands for.
+        # A forced tag is complete with its last token, whatever the bytes of the tokens are.
         self._is_over = self._closing in self._seen or self._num_forced == len(self._closing_ids)
         self._seen = self._seen[-len(self._closing) :]
 
 
 def _ends_within_character(text: bytes) -> bool:
-    """Whether UTF-8 that ends so has to go on."""
+    """Return True if UTF-8 text ends within a character."""
     for behind, byte in enumerate(reversed(text[-MAX_EXCESS:]), 1):
         if byte & 0xC0 != 0x80:  # the first one of a character
             length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1

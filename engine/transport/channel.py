@@ -1,13 +1,12 @@
-"""The inbox and outbox of an engine in a thread, and open questions.
+"""The inbox and outbox of an engine in a thread.
 
     inbox   event loop → engine   commands (`engine.commands`); put without waiting, drained between steps
     outbox  engine → event loop   events, one batch per step; the engine never waits for the loop
 
-Both directions are synchronous puts on unbounded queues, so an abort works inside a cancelled scope without a shield
-and cannot be lost. What bounds the inbox is admission; what bounds the outbox is that the engine only produces for
-requests which are alive on the loop's side, and that the loop merges a lagging reader's deltas.
-
-The loop is woken at most once per step, and not at all while an earlier wake-up is still on its way.
+1. Both directions are synchronous puts on unbounded queues, so an abort works inside a cancelled scope without a shield
+   and cannot be lost. Admission bounds the inbox. The outbox is bounded because the engine only produces for requests
+   that are open in the front end, and because the front end merges the deltas of a slow reader.
+2. The loop is woken at most once per step, and not at all while an earlier wake-up is pending.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from engine.fairness import threadsafe_call_soon
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[Event]], None]
-"""Takes, on the event loop, everything that has come from the engine since the last call, in order."""
+"""Takes all events since the last call, in order, on the event loop."""
 
 
 def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
@@ -55,11 +54,11 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
 
 
 class Inbox:
-    """What is on its way to an engine. One thread puts, the engine's takes out."""
+    """The commands for an engine. One thread puts them in, the engine's thread takes them out."""
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._leaving: set[str] = set()  # requests whose end is in the inbox
+        self._leaving: set[str] = set()  # requests that a command in the inbox ends
 
     def put(self, command: Command) -> None:
         """Hand a command to the engine. Never waits, never fails."""
@@ -67,7 +66,7 @@ class Inbox:
         self._inbox.put(command)
 
     def receive(self, *, wait: bool) -> list[Command]:
-        """Everything that has arrived. With `wait`, sleeps until there is something."""
+        """Return all commands that have arrived. With `wait`, sleep until there is one."""
         commands = [self._inbox.get()] if wait else []
         try:
             while True:
@@ -79,12 +78,12 @@ class Inbox:
         return commands
 
     def are_leaving(self, request_ids: Sequence[str]) -> bool:
-        """Whether the end of every one of these requests is on its way. Quick: asked many times within a step."""
+        """Return True if commands in the inbox end all these requests. Called many times within a step."""
         return bool(self._leaving) and bool(request_ids) and self._leaving.issuperset(request_ids)
 
 
 class EngineChannel(Protocol):
-    """A channel as the engine sees it, whatever is on the other side."""
+    """The engine's side of a channel."""
 
     def put(self, command: Command) -> None: ...
 
@@ -98,8 +97,7 @@ class EngineChannel(Protocol):
 class RequestChannel(Inbox):
     """A channel between this event loop and one other thread.
 
-    Created on the event loop, which is asyncio's or trio's. `deliver` is called there. A loop that lags gets several
-    steps at once.
+    Created on the event loop (asyncio or trio), on which `deliver` is called. A slow loop gets several steps at once.
     """
 
     def __init__(self, deliver: Deliver) -> None:
@@ -110,7 +108,7 @@ class RequestChannel(Inbox):
         self._call_soon = threadsafe_call_soon()
 
     def send(self, event: Event) -> None:
-        """Hand an event to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""
+        """Hand an event to the event loop. Never waits. Events for a loop that has ended are dropped."""
         self._outbox.append(event)
         if not self._wake_up_pending:
             self._wake_up_pending = True
@@ -120,7 +118,7 @@ class RequestChannel(Inbox):
                 self._outbox.clear()
 
     def _drain_outbox(self) -> None:
-        # The flag falls first: what arrives from here on schedules its own wake-up.
+        # The flag is cleared first: an event that arrives from here on schedules its own wake-up.
         self._wake_up_pending = False
         events: list[Event] = []
         while self._outbox:
@@ -130,13 +128,13 @@ class RequestChannel(Inbox):
 
 
 async def wait_done(future: Future[Any]) -> None:
-    """Wait for what another thread does, whatever comes of it. A waiter that is cancelled leaves it as it is."""
+    """Wait until a future is done. Cancelling this does not cancel the future."""
     done = anyio.Event()
     call_soon = threadsafe_call_soon()
 
-    def tell(_: Future[Any]) -> None:
+    def wake(_: Future[Any]) -> None:
         with suppress(RuntimeError):  # the loop has ended
             call_soon(done.set)
 
-    future.add_done_callback(tell)
+    future.add_done_callback(wake)
     await done.wait()

@@ -1,8 +1,7 @@
-"""How the front end reaches an engine, wherever it runs.
+"""The front end's interface to an engine, `EngineClient`, and the engine in a thread of this process.
 
-`EngineClient` is the interface; `ThreadClient` runs the engine in one worker thread of this process, for its whole
-life: the model is loaded there, every step runs there, and the thread's end is the engine's end. Its counterpart is
-`engine.transport.process_client`, and `run_loop` is the life that both give an engine.
+`ThreadClient` runs an engine in one worker thread: it loads the model and makes every step. For an engine in a process
+there is `engine.transport.process_client`. Both run `run_loop`.
 """
 
 from __future__ import annotations
@@ -34,30 +33,29 @@ class EngineClient(Protocol):
         ...
 
     def send(self, command: Command) -> None:
-        """Have this done, after what was sent before. Never waits, so it works in a cancelled scope, and never fails:
-        where there is no engine, nothing is done."""
+        """Send a command; the engine carries commands out in order. Never waits, so it works in a cancelled scope.
+        Without an engine nothing happens."""
         ...
 
     async def query(self, question: Question) -> dict[int, Answer]:
-        """The answer of each engine that lives, by its number. Given between two steps, after what was sent before.
-
-        Raises EngineDead if no engine lives or lives long enough, RequestFailed if it could not be answered.
-        """
+        """Return the answer of each live engine, by its number. Engines answer between two steps, after the commands
+        that were sent before. Raises EngineDead if no engine lives until it has answered, RequestFailed if the engine
+        cannot answer."""
         ...
 
     @property
     def is_available(self) -> bool:
-        """Whether there is an engine now that would run what is added."""
+        """True if there is an engine that would run a request now."""
         ...
 
     @property
     def last_progress(self) -> float:
-        """The engine's heartbeat: when its latest step ended or it woke up, by `time.monotonic()`; 0 before that."""
+        """The time of `time.monotonic()` when the engine's latest step ended or it woke up; 0 before that."""
         ...
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine has nothing to do, or does not run yet."""
+        """True if the engine has nothing to do, or does not run yet."""
         ...
 
 
@@ -90,7 +88,7 @@ class ThreadClient:
             try:
                 yield
             finally:
-                # A cancelled scope waits for its worker thread all the same; this is what lets the thread end.
+                # Even a cancelled scope waits for its worker thread, which this ends.
                 self._channel.put(Close())
 
     def send(self, command: Command) -> None:
@@ -101,7 +99,7 @@ class ThreadClient:
         return {0: await self._queries.ask(question)}
 
     async def _live_in_thread(self, channel: RequestChannel) -> None:
-        # A limiter of its own: the engine must neither take a thread from tokenization nor wait for one.
+        # With a limiter of its own the engine neither takes a thread from tokenization nor waits for one.
         await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
 
     def _live(self, channel: RequestChannel) -> None:
@@ -179,9 +177,9 @@ class _Query:
 
 
 def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
-    """An engine's whole life, on the calling thread: it is loaded, says so, runs until it is told to end, says that.
+    """Run an engine on the calling thread: load it, send EngineReady, run until Close, and send EngineDied.
 
-    Never raises: what it dies of is its last event.
+    Never raises: an error is the engine's last event.
     """
     try:
         core = make_core()
@@ -209,7 +207,7 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
 
 
 def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
-    """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
+    """Repeat: carry out the commands that have arrived, make a step, send its events. Sleep when there is no work."""
     while not core.is_closed:
         idle = not (core.has_work or core.prepare() or core.has_news)
         if idle:

@@ -1,11 +1,11 @@
-"""Several engines that look like one: each has all the weights and a cache of its own, and runs its own requests.
+"""`EngineClient` over several engines (replicas), each with all the weights, its own cache and its own requests.
 
-A replica that dies takes its own requests with it and is started again; the others do not notice. Those of its requests
-that waited are given to another, once. The rest end with an error: one of them may be why it has died, and would be the
-death of the next one, too. When all die again and again and do nothing between, or one cannot even start, the whole
-engine counts as dead.
-
-There may be more while much waits. One that is wanted no more gets nothing new, and ends when it has nothing left.
+1. A replica that dies is started again; the others go on. Its waiting requests are given to another replica, once. The
+   other requests end with an error: one of them may have caused the death, and would cause the next one, too.
+2. If all replicas die repeatedly without a token in between, or one dies before all are loaded, the whole engine counts
+   as dead.
+3. The number of replicas follows the queues. A replica that is not wanted any more gets no new requests, and ends after
+   its last one.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:  # it brings ZMQ
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 5  # of each replica, in a row and without a token between them; when all have died once more, that is all
-RESTART_SECONDS, MAX_DOUBLINGS = 0.5, 6  # between a death and the new start; twice as long with each in a row
-SHARING_SECONDS = 0.1  # between two times that engines are told what the others have served
-SIZING_SECONDS = 1.0  # between two looks at how many engines there should be
-LOOKING_SECONDS = 0.2  # between two looks at whether KV events were lost
-ASKING_SECONDS = 0.5  # between two times that an engine is asked for everything that it holds
+MAX_DEATHS = 5  # of each replica, in a row without a token; when all replicas have exceeded it, the engine is dead
+RESTART_SECONDS, MAX_DOUBLINGS = 0.5, 6  # between a death and the next start; doubled with each death in a row
+SHARING_SECONDS = 0.1  # between two `ChargeTenants`
+SIZING_SECONDS = 1.0  # between two decisions on the number of engines
+LOOKING_SECONDS = 0.2  # between two checks for lost KV events
+ASKING_SECONDS = 0.5  # between two requests to an engine for its whole prefix cache
 
 
 class DataParallelClient:
-    """An `EngineClient` over `size` others, or up to `max_size` as long as these are wanted, of `max_num_seqs` running
-    slots each; `make_replica` makes the one of an index, also for a restart."""
+    """An `EngineClient` over `size` to `max_size` replicas with `max_num_seqs` running slots each. `make_replica` makes
+    the client of a replica by its index, also for a restart."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DataParallelClient:
         *,
         stall_limit: float = math.inf,
     ) -> None:
-        """A replica that has work and makes no step for `stall_limit` seconds counts as dead."""
+        """Set up all replicas. One that has work and makes no step for `stall_limit` seconds counts as dead."""
         most = max_size or size
         self.replicas = [Replica(index, make_replica, is_wanted=index < size) for index in range(most)]
         self._fleet = FleetSize(size, most)
@@ -76,7 +76,7 @@ class DataParallelClient:
         self.num_placed_again = self._num_deaths = 0
         self._limits = TenantLimits()
         self._shares = FleetShares(most)
-        self._shared = 0.0  # when the engines were told
+        self._shared = 0.0  # the time of the latest `ChargeTenants`
         self._step = 0
         self._announced = False
         self._over = False
@@ -89,7 +89,7 @@ class DataParallelClient:
 
     @property
     def last_progress(self) -> float:
-        """Of the replica that has been busy without progress for longest; if none is busy, the latest of all."""
+        """The heartbeat of the replica that has been busy without progress longest; if none is busy, the latest."""
         busy = [since for replica in self.replicas if (since := replica.busy_since) is not None]
         return min(busy) if busy else max(replica.client.last_progress for replica in self.replicas)
 
@@ -99,17 +99,17 @@ class DataParallelClient:
 
     @property
     def num_engines(self) -> int:
-        """That take requests; at least 1."""
+        """The number of engines that take requests; at least 1."""
         return len(self._open()) or 1
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of all that run."""
+        """The KV blocks of all engines that run."""
         return sum(each.engine_info.num_blocks for each in self.replicas if each.engine_info is not None)
 
     @property
     def routing(self) -> RoutingStats:
-        """How the engines share the requests."""
+        """The state of the routing."""
         return self._router.stats(self._alive(), self.num_placed_again, self._num_deaths)
 
     @asynccontextmanager
@@ -127,13 +127,13 @@ class DataParallelClient:
                 if not self._over:
                     self._end()
                     deliver([EngineDied(EngineDead("the engine has been shut down"))])
-                task_group.cancel_scope.cancel()  # a replica that is cancelled still ends in good order
+                task_group.cancel_scope.cancel()  # a cancelled replica still sends Close and waits
 
     def send(self, command: Command) -> None:
-        """What is about certain requests goes where these run, everything else to every engine."""
+        """Send a command about requests to the engines of these requests, any other command to every engine."""
         match command:
             case AddRequests():
-                self._limits.hold(command)  # until an engine runs again, if none does
+                self._limits.hold(command)  # if no engine runs, until one does
                 self._start(command.choices[0].tenant)
             case FinishRequests(request_ids, reason):
                 by_replica: dict[int, list[str]] = {}
@@ -151,13 +151,13 @@ class DataParallelClient:
                     self.replicas[index].client.send(command)
 
     def _start(self, tenant: str) -> None:
-        """Place what the tenant may have run now."""
+        """Place the held prompts of the tenant that may run now."""
         while (alive := self._open()) and (prompt := self._limits.next(tenant)) is not None:
             assert isinstance(prompt, AddRequests)
             self._place(prompt, alive)
 
     def _place(self, command: AddRequests, alive: Sequence[int], *, again: bool = False) -> None:
-        """Choose an engine and give it the request. One that is placed again has had its second chance."""
+        """Choose an engine for the choices of a prompt and send them. A request is placed `again` only once."""
         first = command.choices[0]
         index = self._router.choose(
             [request.request_id for request in command.choices],
@@ -174,7 +174,7 @@ class DataParallelClient:
         replica.client.send(command)
 
     async def query(self, question: Question) -> dict[int, Answer]:
-        """Of those that live until they have answered."""
+        """Ask every live engine; engines that die before answering are left out."""
         answers: dict[int, Answer] = {}
         errors: list[Exception] = []
 
@@ -197,12 +197,12 @@ class DataParallelClient:
         return [replica.index for replica in self.replicas if replica.engine_info is not None]
 
     def _open(self) -> list[int]:
-        """Those that are given requests: where only such live as are wanted no more, these."""
+        """The engines that get requests: the wanted ones that live, or if there are none, all that live."""
         alive = self._alive()
         return [index for index in alive if self.replicas[index].is_wanted] or alive
 
     async def _follow(self) -> None:
-        """Have as many replicas as the queues ask for."""
+        """Adjust the number of replicas to the queues, again and again."""
         while True:
             await anyio.sleep(SIZING_SECONDS)
             if self._announced:
@@ -224,12 +224,13 @@ class DataParallelClient:
                 self._router.forget(replica.index)
 
     def _worth(self, replica: Replica) -> tuple[bool, bool, float, int]:
-        """Who has most to do and to lose stays; of those that come, who is still there is first."""
+        """Return a sort key, greatest for the replicas to keep: the wanted ones before others, live ones before dead
+        ones, then those with most work and cache content of their own."""
         is_alive, seconds = replica.engine_info is not None, self._router.seconds_lost_with(replica.index)
         return replica.is_wanted, is_alive, seconds, -replica.index
 
     async def _keep(self, replica: Replica) -> None:
-        """Run a replica, again and again, while it is wanted."""
+        """Run a replica while it is wanted, and start it again when it has died."""
         while True:
             while not replica.is_wanted:
                 await self._resized.wait()
@@ -241,21 +242,21 @@ class DataParallelClient:
             await anyio.sleep(RESTART_SECONDS * 2.0 ** min(replica.num_deaths - 1, MAX_DOUBLINGS))
 
     def _receive(self, replica: Replica, events: list[Event]) -> None:
-        told: list[Event] = []
+        for_all: list[Event] = []
         for event in events:
             try:
-                told += self._take(replica, event)
-            except Exception as error:  # an engine whose events are wrong or cannot be accounted for counts as dead
+                for_all += self._take(replica, event)
+            except Exception as error:  # an engine with invalid events counts as dead
                 died = EngineDead(f"an event of the engine is invalid: {error}")
                 died.__cause__ = error
-                told += self._take(replica, EngineDied(died))
-        if told:
-            self._deliver(told)
+                for_all += self._take(replica, EngineDied(died))
+        if for_all:
+            self._deliver(for_all)
 
     def _take(self, replica: Replica, event: Event) -> list[Event]:
-        """What the front end is told of an event."""
+        """Account for an event, and return the events to deliver for it."""
         if self._over or replica.ended.is_set():
-            return []  # of one that nobody expects anything of any more
+            return []
         if isinstance(event, EngineCoreOutputs):
             replica.stats = event.stats
             self._take_costs(replica, event.stats.step_costs)
@@ -287,7 +288,7 @@ class DataParallelClient:
         return []
 
     def _mark_dead(self, replica: Replica, died: EngineDied) -> Event:
-        """A replica has died: its requests end here, or everything does."""
+        """End the requests of a replica that has died, or the whole engine; return the event that says so."""
         lost, error = list(replica.requests), died.error
         replica.num_deaths += 1
         self._num_deaths += 1
@@ -318,7 +319,7 @@ class DataParallelClient:
         return self._merged(outputs, NOTHING_DONE, time.monotonic())
 
     def _place_again(self, lost: dict[str, Placed]) -> list[str]:
-        """Give those that had not begun to another engine, if there is one. Returns the others."""
+        """Give the requests that had not begun to other engines, if there are any. Return the ids of the others."""
         alive = self._open()
         commands = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
         if not alive or not commands:
@@ -330,7 +331,7 @@ class DataParallelClient:
         return [request_id for request_id, placed in lost.items() if placed.command is None]
 
     def _account(self, output: EngineCoreOutput) -> None:
-        """What a request gained in a step."""
+        """Account for the output of a request."""
         num_tokens = len(output.new_token_ids)
         self._router.advanced(output.request_id, num_tokens)
         placed = self._placed.get(output.request_id)
@@ -345,7 +346,7 @@ class DataParallelClient:
             self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
 
     def _share(self, now: float) -> None:
-        """Now and then: tell each engine what tenants were served by the others."""
+        """Send each engine what the others have served, at most every `SHARING_SECONDS`."""
         if now - self._shared < SHARING_SECONDS:
             return
         self._shared = now
@@ -354,22 +355,22 @@ class DataParallelClient:
                 replica.client.send(ChargeTenants(served))
 
     def _ask(self, replica: Replica) -> None:
-        """Have an engine tell everything that it holds, and then what changes."""
+        """Have an engine publish its whole prefix cache, and then what changes."""
         now = time.monotonic()
         if now - replica.asked >= ASKING_SECONDS:
             replica.asked = now
             replica.client.send(PublishKVEvents(self._router.key))
 
     async def _look(self) -> None:
-        """Ask again for lost KV events, also if none follows them. End requests that were held too long, and engines
-        that have work and make no step."""
+        """Ask again for lost KV events, even if no further event shows the loss. End held requests that are past their
+        deadlines, and engines that have work and make no step."""
         while not self._over:
             await anyio.sleep(LOOKING_SECONDS)
             for index in self._alive():
                 replica = self.replicas[index]
                 if self._router.index.lacks(index, replica.kv_sequence):
                     self._ask(replica)
-                replica.kv_sequence = replica.client.kv_sequence  # what is on its way now is here at the next look
+                replica.kv_sequence = replica.client.kv_sequence  # events on the way now will be here at the next look
             now = time.monotonic()
             for replica in self.replicas:
                 if replica.busy_since is not None and now - replica.busy_since > self._stall_limit:

@@ -166,7 +166,7 @@ class ProcessClient:
 
 
 class Ended(NamedTuple):
-    """How an engine's process has ended."""
+    """The end of an engine's process."""
 
     error: EngineDead
     last_event_seconds: float  # for which its last event may still be on its way
@@ -186,7 +186,7 @@ class EngineProcess:
         *,
         ends_when_stopped: bool = False,
     ) -> None:
-        """With `ends_when_stopped`, a process that is stopped (SIGSTOP), and so cannot answer, is killed."""
+        """Prepare a process. With `ends_when_stopped`, it is killed if it is stopped (SIGSTOP), so cannot answer."""
         self._command = command
         self._environment = environment
         self._ends_when_stopped = ends_when_stopped

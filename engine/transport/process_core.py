@@ -1,12 +1,11 @@
-"""The engine's side of a process boundary: the main of a process that is nothing but one engine.
+"""The main function of an engine's process.
 
     input thread    DEALER → msgpack → Inbox  commands
     main thread     `engine.transport.client.run_loop`      loads the model and makes every step
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
-The process belongs to its parent and ends only by its word: it ignores SIGINT, SIGTERM and SIGHUP, which reach a whole
-group at once, and it ends when the parent's end of the lifeline is closed, however the parent ended, even if this
-process is stopped at that time.
+Only the parent ends the process: it ignores SIGINT, SIGTERM and SIGHUP, which reach a whole process group at once. It
+ends when the parent's end of the lifeline is closed, however the parent ended, even if this process is stopped.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ Build = Callable[[Any, Report], EngineCore]
 
 
 def serve_parent(build: Build) -> NoReturn:
-    """Be the engine of the process that started this one, then exit. Status 0 says that the last event was sent.
+    """Run the engine of the process that started this one, then exit. Status 0 says that the last event was sent.
 
-    `build` makes the core on the main thread, from what `ProcessClient` was given as setup, and reports how far it is.
+    `build` makes the core on the main thread, from the setup of `ProcessClient`, and reports its progress.
     """
     ignore_signals()
     # The kernel resumes this process when its parent ends: a stopped process would not see the lifeline's end.
@@ -68,24 +67,24 @@ def serve_parent(build: Build) -> NoReturn:
     run_loop(make_core, channel)
     channel.close()
     logging.shutdown()
-    # Neither a library's thread nor its exit handler may hold up the end: everything has been said.
+    # All events have been sent, so no library's thread or exit handler may delay the end.
     os._exit(0)
 
 
 class ProcessChannel(Inbox):
-    """An `engine.transport.channel.EngineChannel` to the front end, which has bound these ends."""
+    """An `engine.transport.channel.EngineChannel` to the front end, which has bound the sockets of these addresses."""
 
     def __init__(self, down: str, up: str) -> None:
         super().__init__()
         self._down_address, self._up_address = down, up
         self._outbox: SimpleQueue[Event | None] = SimpleQueue()
         self._numbers = NumberChecker()
-        # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
+        # Two contexts: closing that of the output waits until everything has been sent; that of the input need not.
         self._down = zmq.Context().socket(zmq.DEALER)
         self._output = threading.Thread(target=vital, args=(self._talk,), name="engine-output", daemon=True)
 
     def connect(self) -> Any:
-        """Say that this process is there, wait for its setup, and start to listen and talk."""
+        """Send the first message, return the setup that the parent answers with, and start the two threads."""
         self._connect(self._down, self._down_address)
         self._down.send(b"")
         setup = decoder(Any).decode(self._receive())
@@ -98,7 +97,7 @@ class ProcessChannel(Inbox):
         self._outbox.put(event)
 
     def report(self, phase: str, done: int, total: int | None) -> None:
-        """A `Report`."""
+        """Send how far loading is. A `Report`."""
         self.send(LoadingProgress(phase, done, total))
 
     def close(self) -> None:
@@ -130,11 +129,11 @@ class ProcessChannel(Inbox):
 
 
 def vital(work: Callable[[], None]) -> None:
-    """Run a thread without which this process would be deaf or dumb."""
+    """Run the work of a thread that the engine needs. If it fails, end the process."""
     try:
         work()
     except BaseException:
-        logger.critical("A thread that the engine cannot do without has failed", exc_info=True)
+        logger.critical("The engine's process ends: its input or output thread has failed", exc_info=True)
         logging.shutdown()
         os._exit(1)
 
@@ -142,6 +141,6 @@ def vital(work: Callable[[], None]) -> None:
 def _end_with_parent(descriptor: int, directory: Path) -> NoReturn:
     os.set_inheritable(descriptor, False)  # a process started from here must not keep it open
     with socket.socket(fileno=descriptor) as lifeline:
-        lifeline.recv(1)  # nothing is ever sent: it returns at the end
+        lifeline.recv(1)  # nothing is ever sent: this returns when the parent has ended
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

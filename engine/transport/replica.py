@@ -1,4 +1,4 @@
-"""One engine of several, as the front end sees it."""
+"""One engine of several in the front end, and the merging of several engines' events into one engine's."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ NOTHING_DONE = SchedulerStats(
 
 @dataclass(slots=True)
 class Placed:
-    """A request in an engine. As long as it waits there, `command` can be given to another, once."""
+    """A request in an engine. While it waits there, `command` can be given to another engine, once."""
 
     replica: Replica
     request: EngineCoreRequest
-    prompt_tokens: int  # that are not accounted for
+    prompt_tokens: int  # that have not been charged to the tenant
     command: AddRequests | None
 
 
 class Replica:
-    """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
+    """One engine of several: its client and its requests. Owned by a DataParallelClient."""
 
     def __init__(self, index: int, make: Callable[[int], ProcessClient], *, is_wanted: bool) -> None:
         self.index = index
-        self.is_wanted = is_wanted  # or else it gets nothing new, and ends when it has nothing left
+        self.is_wanted = is_wanted  # if not, it gets no new requests, and ends after its last one
         self._make = make
-        self.engine_info: EngineReady | None = None  # while it lives
-        self.requests: dict[str, float] = {}  # since when it has had each
+        self.engine_info: EngineReady | None = None  # while the engine lives
+        self.requests: dict[str, float] = {}  # with the time when each was sent
         self.client = make(index)
         self.num_starts = 0
-        self.num_deaths = 0  # since it last gave somebody a token
+        self.num_deaths = 0  # since its last token
         self._begin()
 
     def start(self) -> None:
-        """It is about to run. With a client of its own, if it has run before."""
+        """Prepare to run, with a new client if this replica has run before."""
         if self.num_starts:
             self.client = self._make(self.index)
         self._begin()
@@ -67,21 +67,21 @@ class Replica:
 
     def _begin(self) -> None:
         self.stats = NOTHING_DONE
-        self.asked = 0.0  # for all that it holds
-        self.kv_sequence = 0  # of its KV events, when that was last looked at
+        self.asked = 0.0  # when it was last asked for its whole prefix cache
+        self.kv_sequence = 0  # of its KV events, at the latest look
         self.ended = anyio.Event()
 
     def mark_dead(self) -> None:
-        """It has died or is to end, and what it had to do is nobody's any more."""
+        """Drop its requests and let its client end: it has died or is not wanted any more."""
         self.engine_info = None
         self.requests.clear()
         self.ended.set()
 
     @property
     def busy_since(self) -> float | None:
-        """Since when it has had work and made no step; None if it has nothing to do, or does not live.
+        """The time since when it has had work without a step; None if it has no work or does not live.
 
-        A replica that sleeps although it was given something does not hear.
+        A replica that sleeps although it has requests counts as busy: it does not receive.
         """
         if self.engine_info is None:
             return None
@@ -92,7 +92,7 @@ class Replica:
 
 
 def described_as_one(engines: Sequence[EngineReady]) -> EngineReady:
-    """What may be asked of any of them, and what they hold together."""
+    """Return one description of all engines: the limits that hold for each, and their blocks together."""
     return msgspec.structs.replace(
         engines[0],
         vocab_size=min(each.vocab_size for each in engines),
@@ -111,8 +111,8 @@ def merged(
     step: int,
     num_held: int,
 ) -> EngineCoreOutputs:
-    """One replica's step as a step of all: its counters, and everybody's levels. `num_held`: requests that no engine
-    has got yet."""
+    """Return one replica's step as a step of all: its counters, and the levels of all. `num_held`: requests that are
+    in no engine yet."""
     alive = [(each.engine_info.num_blocks, each.stats) for each in replicas if each.engine_info is not None]
     num_blocks = sum(blocks for blocks, _ in alive) or 1
     levels = msgspec.structs.replace(
@@ -126,5 +126,5 @@ def merged(
 
 
 def timed_out(request_id: str) -> EngineCoreOutput:
-    """What is told of a request that no engine has got in time."""
+    """Return the end of a request that was not given to an engine in time."""
     return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)

@@ -1,8 +1,7 @@
-"""The one alphabet of the channel between front end and engine: commands go down, events come up.
+"""The messages between front end and engine: commands go down, events come up.
 
-The same structs cross a thread as they are and a process as msgpack (`engine.transport.wire`). A new command or
-question is a type here and an entry in the tables of `engine.core.core`, which carries it out; nothing on the way knows
-one by its name.
+The same structs go to a thread as they are, and to a process as msgpack (`engine.transport.wire`). A new command or
+question is a type here and an entry in the tables of `engine.core.core`; no module in between names it.
 """
 
 from __future__ import annotations
@@ -18,27 +17,25 @@ from engine.snapshot import EngineSnapshot
 
 
 class GetSnapshot(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """What the engine has to do, holds and has done lately: an `EngineSnapshot`. It takes the engine about a
-    millisecond for a thousand requests or ten thousand blocks.
-
-    Of steps it tells those that ended after `after`, of requests the first `most_requests` that run and that wait."""
+    """Return an `EngineSnapshot`, with the steps that ended after `after`, and the first `most_requests` of the running
+    and of the waiting requests. Takes about a millisecond for a thousand requests or ten thousand blocks."""
 
     after: float = 0.0
     most_requests: int | None = None
 
 
 class StartProfile(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Record what the next steps do with their time; what was recorded before is dropped."""
+    """Begin a profile of the next steps, and drop an earlier one."""
 
     num_steps: int
 
 
 class StopProfile(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Tell what was recorded, and record no more."""
+    """End the profile and return it."""
 
 
 class Profile(msgspec.Struct, frozen=True, tag_field="object", tag="profile"):
-    """What was recorded of so many steps: a JSON list of events of Chrome's trace format, unless it is too large."""
+    """A profile of so many steps: a JSON list of events in Chrome's trace format, empty if it is too large."""
 
     events: bytes = b"[]"
     num_steps: int = 0
@@ -51,14 +48,14 @@ class Profile(msgspec.Struct, frozen=True, tag_field="object", tag="profile"):
 class _Command(msgspec.Struct, tag=True, array_like=True, gc=False):
     @property
     def ends(self) -> Sequence[str]:
-        """The requests that this is the end of: work for them can be dropped before it is carried out."""
+        """The requests that this command ends: a step for them may be dropped before the command is carried out."""
         return ()
 
 
 class AddRequests(_Command):
-    """Run the choices of one prompt. They will run where they can share its blocks, too."""
+    """Run the choices of one prompt, all in one engine, so that they share the blocks of the prompt."""
 
-    prompt_token_ids: list[int]  # which so crosses once and not with each choice
+    prompt_token_ids: list[int]  # sent once and not with each choice
     choices: list[EngineCoreRequest]  # each without the prompt
 
     @classmethod
@@ -68,7 +65,7 @@ class AddRequests(_Command):
         return cls(prompt, [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests])
 
     def requests(self) -> list[EngineCoreRequest]:
-        """The choices with their prompt, for the one who carries this out."""
+        """Return the choices with their prompt."""
         for request in self.choices:
             request.prompt_token_ids = self.prompt_token_ids
         return self.choices
@@ -86,51 +83,50 @@ class FinishRequests(_Command):
 
 
 class ResetPrefixCache(_Command):
-    """Find nothing any more of what has been computed so far. Requests keep the blocks that they hold."""
+    """Forget all cached prefixes. Running requests keep their blocks."""
 
 
 class SetLogLevel(_Command):
-    """Log from this severity on, as the process does that has sent this: ``"debug"``."""
+    """Set the level from which the engine's process logs, such as ``"debug"``."""
 
     level: str
 
 
 class ChargeTenants(_Command):
-    """Other engines have served these tenants so much, in prompt tokens by the tenant's weight: it counts as if this
-    one had."""
+    """Charge tenants for what other engines have served, in prompt tokens / tenant weight."""
 
     served: dict[str, float]
 
 
 class PublishKVEvents(_Command):
-    """Tell with each step what has come into the prefix cache and what has gone from it, beginning with all that is
-    known to be there. `key` is what chunks are hashed with, at most 64 bytes; with another one nothing is known."""
+    """Send KV events with each step, beginning with the whole prefix cache. `key`, at most 64 bytes, is the key of the
+    hashes; prompts computed under another key are not known."""
 
     key: bytes
 
 
 class Ask(_Command):
-    """Answer a question, between two steps, with an `Answered` of the same number."""
+    """Answer a question between two steps, with an `Answered` of the same number."""
 
     number: int
     question: Question
 
 
 class Break(_Command):
-    """What computes has gone: the engine ends of this. Put by whoever watches it, not by the front end."""
+    """End the engine with this error: its device or a rank has ended. Sent by the executor's watcher."""
 
     error: BaseException
 
 
 class Close(_Command):
-    """Last command: the engine ends its loop."""
+    """End the engine's loop. The last command."""
 
 
 # --- events, besides EngineReady, which is the first after loading, and EngineCoreOutputs, one per step
 
 
 class LoadingProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """How far an engine in a process of its own has come with loading."""
+    """The progress of loading in an engine's process."""
 
     phase: str
     done: int
@@ -138,14 +134,14 @@ class LoadingProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class RequestsBegun(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The next step is the first of these requests, or the first since they were preempted. Should the engine die from
-    here on, they may be why. Told by engines in processes of their own, before the step."""
+    """The next step is the first of these requests, or their first since a preemption. If the engine dies from here on,
+    they may be the cause. Sent by an engine's process before the step."""
 
     request_ids: list[str]
 
 
 class Answered(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The answer to the question of this number, or why there is none."""
+    """The answer to the question with this number, or an error."""
 
     number: int
     answer: Answer | None
@@ -153,7 +149,7 @@ class Answered(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class EngineDied(msgspec.Struct, tag=True, array_like=True):
-    """Last event: what the engine has ended of; `EngineDead` if it was told to."""
+    """The engine has ended with this error; `EngineDead` after `Close`. The last event."""
 
     error: BaseException
 

@@ -1,9 +1,9 @@
-"""From token ids to text, a few tokens at a time: never a broken character, never a part of a stop string.
+"""Incremental decoding of token ids to text, without broken characters, and the search for stop strings.
 
-Two ways to the same text. A byte-level tokenizer (GPT-2's family: Llama 3, Qwen, SmolLM) gives every token a fixed
-byte string, so decoding is a table look-up and an incremental UTF-8 decoder; this is the fast path. Anything else
-decodes a short window with the tokenizers library and takes what is new. (The library's own DecodeStream raises on
-token sequences that a model may well produce, such as a letter after an unfinished character: vllm#17448.)
+A byte-level tokenizer (GPT-2's family: Llama 3, Qwen, SmolLM) has a fixed byte string for every token, so decoding is a
+table look-up and an incremental UTF-8 decoder. For other tokenizers, the tokenizers library decodes a short window.
+(The library's own DecodeStream raises on token sequences that a model may produce, such as a letter after an
+unfinished character: vllm#17448.)
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class TokenDecoder(Protocol):
     """Decodes the tokens of one sequence in order."""
 
     def feed_token(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is unfinished."""
+        """Return the text that this token completes; empty while a character is unfinished."""
         ...
 
 
 class Vocabulary:
-    """What every token looks like. Built once per tokenizer, shared by all requests, read-only afterwards."""
+    """The bytes of every token. Built once per tokenizer, shared by all requests, read-only afterwards."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -42,7 +42,7 @@ class Vocabulary:
 
     @cached_property
     def bytes_of(self) -> list[bytes]:
-        """The bytes of every token by its id; b"" where the vocabulary has a hole.
+        """The bytes of every token by its id; b"" for ids without a token.
 
         A token of a sentencepiece vocabulary stands for its text with a space for U+2581, and `<0xHH>` for that byte.
         """
@@ -54,19 +54,19 @@ class Vocabulary:
         return table
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; b"" for an id that the model can produce but the tokenizer does not know."""
+        """Return the bytes of one token; b"" for an id that the model can produce but the tokenizer does not have."""
         return self.bytes_of[token_id] if token_id < len(self.bytes_of) else b""
 
     def decoder(
         self, *, skip_special_tokens: bool, shown: Sequence[int] = (), after: Sequence[int] = ()
     ) -> TokenDecoder:
-        """Return a decoder of one sequence, whose text continues that of the tokens in `after`, such as a prompt's.
+        """Return a decoder of one sequence. Its text continues that of the tokens in `after`, such as a prompt's.
 
         The special tokens in `shown` always become text, with `SPECIAL_MARK` before it.
         """
         skipped = frozenset[int]()
         if skip_special_tokens:
-            skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly one for all
+            skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly one set for all
         decoder: TokenDecoder
         decoder = _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped, after)
         return _MarkingDecoder(decoder, {each: self.token_bytes(each).decode() for each in shown}) if shown else decoder
@@ -84,15 +84,15 @@ class _ByteLevelDecoder:
         if token_id in self._skipped or token_id >= len(self._bytes_of):
             return ""
         data = self._pending + self._bytes_of[token_id]
-        # Replaces what can never become valid, as the tokenizers library does, and leaves what still may.
+        # Replaces bytes that can never become valid, as the tokenizers library does, and leaves bytes that still may.
         text, num_used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[num_used:]
         return text
 
 
 class _WindowDecoder:
-    """Decodes the last tokens shown together with those not shown yet, since a token's text can depend on the one
-    before it (the leading space of sentencepiece), and takes the difference."""
+    """Decodes the last shown tokens together with the pending ones, and takes the difference: the text of a token can
+    depend on the token before it (the leading space of sentencepiece)."""
 
     __slots__ = ("_pending", "_shown", "_skipped", "_tokenizer")
 
@@ -141,13 +141,13 @@ class _MarkingDecoder:
 
 
 class StopStrings:
-    """Look for stop strings in a growing text and hold back what may still become one.
+    """Look for stop strings in a growing text and hold back text that may still become one.
 
     The stop string that is complete first wins, and of several that end together the one that begins first, so the
     result does not depend on how the text is cut into tokens.
 
-    Held back is exactly the longest end of the text that some stop string begins with, not a fixed length, so text
-    that cannot match flows on at once. For each stop string, the work is linear in the length of any text.
+    The longest end of the text that is a beginning of a stop string is held back, and no more, so text that cannot
+    match is returned at once. For each stop string, the work is linear in the length of any text.
 
     Args:
         automata: one for each stop string; choices of one request may share them.
@@ -164,7 +164,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed_text(self, text: str) -> str:
-        """Add text; returns what is decided. Once `matched` is set, nothing more comes."""
+        """Add text, and return the text that is decided. Once `matched` is set, there is no more."""
         num_held = len(self._held)
         matches = []
         for index, automaton in enumerate(self._automata):
@@ -181,7 +181,7 @@ class StopStrings:
         return text[:decided]
 
     def flush(self) -> str:
-        """What was held back, when the text has ended without a match."""
+        """Return the text that was held back, when the text has ended without a match."""
         held, self._held = self._held, ""
         return held
 
@@ -217,8 +217,8 @@ class MarkedStopStrings(StopStrings):
 
 
 class StopAutomaton:
-    """The automaton of Knuth, Morris and Pratt for one stop string, which is not empty. Its table
-    grows to the longest match so far."""
+    """The automaton of Knuth, Morris and Pratt for one stop string, which is not empty. Its table grows to the longest
+    match so far."""
 
     __slots__ = ("_borders", "stop")
 
@@ -227,7 +227,7 @@ class StopAutomaton:
         self._borders = [0, 0]  # by the length of a prefix: its longest proper prefix that it also ends with
 
     def read(self, state: int, text: str) -> tuple[int, int | None]:
-        """Continue after a text whose end matches the first `state` characters of the stop string.
+        """Continue after a text that ends with the first `state` characters of the stop string.
 
         Return the new state, and the end of the first complete stop string in `text`, None if there is none.
         """
@@ -253,7 +253,7 @@ class StopAutomaton:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    """Return the bytes by GPT-2's printable characters for them: printable Latin-1 as is, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -1,6 +1,6 @@
-"""The seam between the engine and whatever runs a plan.
+"""The interface between the engine and the device that runs its plans.
 
-The application chooses an executor and hands it to the engine; a simulated one stands in for a device in tests.
+The application chooses an executor and gives it to the engine; in tests a simulated one replaces a device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.messages import TierStats
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 
 MAX_PROFILE_BYTES = 64 * 2**20  # of a profile's events, as JSON
-STEPS_BETWEEN_EXPERT_LOADS = 64  # that are told of
+STEPS_BETWEEN_EXPERT_LOADS = 64  # between two reports of `SchedulerStats.expert_load`
 
 
 class StepHandle(Protocol):
@@ -26,38 +26,37 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans in order. Used by one thread only, the engine's."""
+    """Runs plans in order. Used only by the engine's thread."""
 
     num_blocks: int  # KV blocks that exist; ids are 0 .. num_blocks - 1
     block_size: int  # tokens per block
     vocab_size: int
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
-        """Start one step. May return before it has run; plans are executed in the order given, each after the one
-        before it, and results are asked for in that order.
+        """Start one step. May return before the step has run.
 
-        A plan may be made while the one before it is in flight. It then may schedule a request for one token that
-        the step in flight is sampling: the executor knows it by the time it is needed.
-
-        `abandoned` tells whether nobody wants the step's results any more. An executor that can stop in the middle
-        asks it now and then, and raises StepAbandoned from `result`; one that cannot need not ask. The plan's diffs
-        have been applied then, and no request has advanced. After any other error, too, no request may have advanced;
-        the diffs may have been applied or not: all requests of the plan and all its removals are removed by the next.
-        An error that `submit` can detect must be raised by `submit`: then no step is planned on top of it.
-
-        What was submitted after a step that turns out to have failed means nothing: its result is waited for and
-        dropped. It may compute anything, or raise, as long as it writes to no block but those of its requests.
+        1. Plans run in the order of the calls, each after the one before, and `result` is called in that order.
+        2. A plan may be made while the step before it is in flight. It then may compute a token that this step is still
+           sampling: the executor has it by the time it is needed.
+        3. `abandoned` returns True if all requests of the step have been aborted. An executor that can interrupt a step
+           calls it now and then, and raises StepAbandoned from `result`. The plan's diffs have been applied then, and
+           no request has advanced.
+        4. After any other error no request may have advanced either. The diffs may have been applied or not: the next
+           plan removes all requests and removals of this one. `submit` must raise errors that it can detect, so that no
+           further step is planned.
+        5. The results of steps after a failed step are waited for and dropped. Such a step may compute anything or
+           raise, but may only write to blocks of its requests.
         """
         ...
 
     def shutdown(self) -> None:
-        """Release the device. Idempotent."""
+        """Release the device. May be called twice."""
         ...
 
 
 @runtime_checkable
 class Prepares(Protocol):
-    """An executor that can use the time while nobody wants anything."""
+    """An executor that can use the time without requests."""
 
     def prepare(self) -> bool:
         """Do about 0.1 s of work that makes later steps faster. Return True if there is more."""
@@ -66,53 +65,53 @@ class Prepares(Protocol):
 
 @runtime_checkable
 class ComputesHere(Protocol):
-    """An executor that may compute in the thread that calls it, and not on a device or in other processes."""
+    """An executor that may compute in the calling thread, instead of on a device or in other processes."""
 
-    cpu_seconds: Clock | None  # of the calling thread; None where a device computes
+    cpu_seconds: Clock | None  # of the calling thread; None if a device computes
 
 
 @runtime_checkable
 class CountsExperts(Protocol):
-    """An executor whose model may have experts."""
+    """An executor of a model that may have experts."""
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """Return the tokens of each expert of each layer with experts since the start, as one device would count them;
-        it may be as of the last step whose number `STEPS_BETWEEN_EXPERT_LOADS` divides. Costs no step."""
+        """Return the tokens of each expert since the start, for each layer with experts, as one device would count
+        them. They may be as of the last step with a number divisible by `STEPS_BETWEEN_EXPERT_LOADS`. Needs no step."""
         ...
 
 
 @runtime_checkable
 class Profiles(Protocol):
-    """An executor that can tell what it does within a step."""
+    """An executor that can record what it does in a step."""
 
     def start_profile(self) -> None:
-        """Record from now on."""
+        """Begin to record events."""
         ...
 
     def stop_profile(self) -> list[dict[str, Any]]:
-        """Events of Chrome's trace format since then, in microseconds of `time.monotonic()`, on tracks from 3 on.
-        Raises ProfileTooLarge for more than `MAX_PROFILE_BYTES`, and what the device or a disk raises."""
+        """Return the events since then in Chrome's trace format, in microseconds of `time.monotonic()`, on tracks from
+        3 on. Raises ProfileTooLarge for more than `MAX_PROFILE_BYTES`, and errors of the device or a disk."""
         ...
 
 
 @runtime_checkable
 class Watched(Protocol):
-    """An executor that may end by itself, also while nothing is asked of it."""
+    """An executor that may end by itself, even between steps."""
 
     def watch(self, on_lost: Callable[[HeadraceError], None]) -> None:
-        """Have this told what it ended of, once, on any thread. What is submitted from then on raises the same."""
+        """Have `on_lost` called once, on any thread, with the error that ends the executor. Later steps raise it."""
         ...
 
 
 @runtime_checkable
 class KeepsBlocks(Protocol):
-    """An executor that may have a tier beside its KV cache."""
+    """An executor that may have a tier below its KV cache."""
 
     tier: BlockTier | None
 
 
 class FailedStep:
-    """The handle of a step that the executor could not even start."""
+    """The handle of a step that the executor could not start."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -122,11 +121,11 @@ class FailedStep:
 
 
 class BlockTier(Protocol):
-    """Where chunks are kept. Nothing here waits but `wait`, for a moment, and `close`; `gpu.kv_tiers.tier` has more."""
+    """A store for chunks of KV blocks, documented in `gpu.kv_tiers.tier`. Only `wait` (briefly) and `close` block."""
 
-    key: bytes  # of the hashes, so that they mean the same after a restart
+    key: bytes  # of the hashes, so that they are the same after a restart
     blocks_per_chunk: int
-    store_seconds: float  # that storing a chunk takes from the steps
+    store_seconds: float  # by which storing a chunk delays the steps
 
     @property
     def is_storing(self) -> bool: ...

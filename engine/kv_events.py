@@ -1,9 +1,8 @@
-"""What engines tell of their prefix caches to whoever chooses among them, and what tells one beginning of a prompt from
-another there.
+"""Events of prefix caches for the router, and the hashes that identify the beginnings of prompts in them.
 
-A prompt is cut into chunks of some KV blocks. The hash of a chunk covers every token up to its end, the tenant and the
-salt, as a block's own hash does; but it is keyed with what all engines of a fleet share, it is 8 bytes short, and
-there are a few times fewer of them. A collision costs a prefill, so that is enough.
+A prompt is cut into chunks of some KV blocks. The hash of a chunk covers all tokens up to its end, the tenant and the
+salt, as the hash of a block does. But its key is shared by all engines of a server, and it has only 8 bytes, because a
+collision costs no more than a prefill.
 """
 
 from __future__ import annotations
@@ -13,43 +12,43 @@ from hashlib import blake2b
 
 import msgspec
 
-MIN_CHUNK = 128  # tokens: a shared beginning shorter than this is not worth a detour
-_encode = msgspec.msgpack.Encoder().encode  # the quickest way from a list of ints to bytes that tell it
+MIN_CHUNK = 128  # tokens: a shorter shared prefix is not worth a longer queue
+_encode = msgspec.msgpack.Encoder().encode  # the fastest way from a list of ints to bytes that identify it
 
 
 def chunk_size(block_size: int) -> int:
-    """Tokens of a chunk, where KV blocks have so many."""
+    """Return the number of tokens in a chunk for this number of tokens in a KV block."""
     return -(-MIN_CHUNK // block_size) * block_size
 
 
 class KVEvents(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """Which chunks of prompts can be found in an engine's prefix cache since it told before.
+    """The chunks that came into and left an engine's prefix cache since its previous message.
 
-    `sequence` goes up by one with each that an engine sends; where one is missing, `PublishKVEvents` asks for all that
-    there is. An engine has another `epoch` after a restart. Hashes are 8 bytes each, little-endian.
+    `sequence` increases by one with each message of an engine; after a lost message, `PublishKVEvents` asks for the
+    whole cache. An engine has a new `epoch` after a restart. Hashes are 8 bytes each, little-endian.
     """
 
     epoch: int
     sequence: int
     stored: bytes
     removed: bytes
-    is_whole: bool = False  # these are all
+    is_whole: bool = False  # `stored` has all chunks of the cache
 
 
 class PrefixHashes:
-    """The hashes of one sequence, chunk by chunk."""
+    """The hashes of the chunks of one sequence."""
 
     __slots__ = ("_hasher", "_size", "hashes", "key")
 
     def __init__(self, key: bytes, size: int, tenant: str, salt: str) -> None:
-        """`key`: at most 64 bytes; `size`: tokens of a chunk."""
+        """Start with no chunk. `key` has at most 64 bytes; `size` is the number of tokens in a chunk."""
         self.key = key
         self.hashes: list[int] = []
         self._size = size
         self._hasher = blake2b(_encode((tenant, salt)), key=key, digest_size=8)
 
     def extend(self, token_ids: Sequence[int]) -> int:
-        """Go on with the next chunk of the sequence, which has all of its tokens. About a microsecond."""
+        """Add the next chunk of the sequence, which must be complete, and return its hash. About a microsecond."""
         start = len(self.hashes) * self._size
         self._hasher.update(_encode(token_ids[start : start + self._size]))
         found = int.from_bytes(self._hasher.digest(), "little")
@@ -58,5 +57,5 @@ class PrefixHashes:
 
 
 def in_windows(chunk: int) -> int:
-    """The other name of a chunk: of what KV groups with windows hold of it."""
+    """Return the second hash of a chunk, which stands for its blocks in KV groups with windows."""
     return chunk ^ (2**64 - 1)

@@ -1,8 +1,7 @@
-"""Requests, outputs and stats: the structs that cross the seams.
+"""Requests, outputs and stats as structs, passed between threads as they are and between processes as msgpack.
 
-All are `msgspec.Struct`s without behaviour beyond checks, which cross a thread for free and a process as msgpack. The
-protocol room imports this module and `engine.errors`, and nothing else of the engine. Times are seconds of
-`time.monotonic()`, which is one clock for all processes of a machine on Linux.
+`protocol` imports this module, `engine.errors` and the child processes, and nothing else of the engine. Times are
+seconds of `time.monotonic()`, which on Linux is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from engine.errors import InvalidRequest
 from engine.kv_events import KVEvents
 
 # ---------------------------------------------------------------------------------------------------------------- stats
-# What an engine says of itself with every step, beside its outputs.
+# The stats that an engine sends with the outputs of every step.
 
 
 class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """What has happened in a tier of the KV cache since it was last told; `num_bytes` is a level."""
+    """The counts of a tier of the KV cache since the stats before; `num_bytes` is a level."""
 
     tier: str  # "ram" or "disk"
-    hit_tokens: int = 0  # that were loaded into the prefix cache
+    hit_tokens: int = 0  # loaded into the prefix cache
     failed_loads: int = 0  # chunks that were torn, foreign, or gone
     loaded_bytes: int = 0
     load_seconds: float = 0.0  # of reading, checking and copying
     stored_bytes: int = 0
-    store_seconds: float = 0.0  # of writing, beside the steps
+    store_seconds: float = 0.0  # of writing, in parallel to the steps
     num_bytes: int = 0  # held
 
 
@@ -44,15 +43,15 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_waiting: int
     kv_cache_usage: float  # 0..1: share of blocks that requests own
     num_preemptions: int
-    prompt_tokens: int  # prefilled: of prompts, and again of answers after a preemption
+    prompt_tokens: int  # prefilled: of prompts, and of answers that are computed again after a preemption
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # in tokens
-    tiers: list[TierStats] | None = None  # None where nothing has happened in them
+    tiers: list[TierStats] | None = None  # None without new counts
     step_costs: bytes | None = None  # now and then, an `engine.costs.table.StepCostTable` as JSON
-    # Now and then, of each layer with experts since this was told before: their tokens, and how many times the mean of
-    # them the most loaded one had.
+    # Now and then, for each layer with experts since the previous report: the tokens of all experts, and the tokens of
+    # the most loaded expert relative to the mean.
     expert_load: list[tuple[int, float]] | None = None
-    computed_tokens: int = 0  # all of the step, also for requests that have ended or were preempted meanwhile
+    computed_tokens: int = 0  # of the step, including requests that ended or were preempted while it ran
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
@@ -66,12 +65,12 @@ MAX_ALLOWED_TOKEN_IDS = 16384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 128
 MAX_LOGPROBS = 20
-ALL_LOGPROBS = -1  # those of the whole vocabulary
+ALL_LOGPROBS = -1  # of the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
-MAX_READ_OFTEN = 1024  # ids in a tuple; `check` looks once at the types in a longer one
+MAX_READ_OFTEN = 1024  # ids in a tuple; of a longer tuple only `check` looks at the types, once
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
-MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of a schema that has the size above without its remarks
+MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of a schema that is within the limit above without its annotations
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 RANGES: dict[str, tuple[float, float]] = {
@@ -84,19 +83,19 @@ RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "top_k": (0, _INT32),
     "min_tokens": (0, _INT32),
-    "max_tokens": (0, _INT64),  # what is beyond the context is cut
+    "max_tokens": (0, _INT64),  # reduced to the context
     "seed": (-_INT64 - 1, _INT64),
     "logprobs": (ALL_LOGPROBS, MAX_LOGPROBS),
     "prompt_logprobs": (ALL_LOGPROBS, MAX_LOGPROBS),
     "thinking_token_budget": (0, _INT32),
-}  # of sampling parameters: the least and the most
+}  # the minimum and maximum of sampling parameters
 LOW_END_EXCLUDED = frozenset({"top_p"})
 
 GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # the code of a refusal
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended, in the words of the metrics; the API has its own, smaller vocabulary."""
+    """The reason for the end of a request, as in metrics; the APIs have fewer reasons."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -106,7 +105,7 @@ class FinishReason(enum.StrEnum):
 
 
 class StructuredOutputKind(enum.StrEnum):
-    """What the `value` of a `StructuredOutput` is."""
+    """The kind of the `value` of a `StructuredOutput`."""
 
     JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON
     JSON_OBJECT = "json_object"  # empty: any JSON object
@@ -117,23 +116,23 @@ class StructuredOutputKind(enum.StrEnum):
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A grammar that the output of a request has to follow, as text. It is compiled where the engine runs."""
+    """A grammar that the output of a request has to follow, as text."""
 
     kind: StructuredOutputKind
     value: str
-    any_whitespace: bool = True  # whether blanks and line breaks may stand between the tokens of JSON
-    closed: bool = False  # whether objects take no properties but those they declare, where a schema leaves it open
-    lenient: bool = False  # leaves out keywords of its schemas (of tags: the marked ones) that no grammar enforces
-    whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
-    reasoning: tuple[str, str] | None = None  # tags around free text that may come first; opened already if "" opens it
+    any_whitespace: bool = True  # allow blanks and line breaks between the tokens of JSON
+    closed: bool = False  # allow only declared properties in objects, unless the schema says otherwise
+    lenient: bool = False  # leave out keywords of its schemas (of tags: the marked ones) that no grammar enforces
+    whitespace_pattern: str | None = None  # a regular expression for the whitespace instead
+    reasoning: tuple[str, str] | None = None  # tags around free text that may come first; "" as first: already opened
 
     @property
     def size(self) -> int:
-        """The characters of all its texts."""
+        """The number of characters in all its texts."""
         return len(self.value) + len(self.whitespace_pattern or "") + sum(map(len, self.reasoning or ()))
 
     def check(self) -> None:
-        """Raise `InvalidRequest` for a grammar that is too large to be looked at."""
+        """Raise `InvalidRequest` for a grammar that is too large."""
         length = len(self.whitespace_pattern or "")
         if length > MAX_WHITESPACE_PATTERN_CHARACTERS:
             raise InvalidRequest(
@@ -157,14 +156,13 @@ The same characters from other tokens have no mark. No decoded text contains thi
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The decoding knobs of one request.
+    """The sampling parameters of one request.
 
-    temperature 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0
-    mean off. `max_tokens` None means up to the end of the context, where more would end too; 0 that the prompt is
-    computed and nothing generated.
-    `logprobs` None means none, 0 the sampled token's only, k also the k most likely tokens of that position;
-    -1 all tokens, 200 KB for each position where there are 50,000. `prompt_logprobs` is the same for the prompt's
-    tokens. `seed` None draws a fresh one. A string as `stop` or `bad_words` counts as a list of it.
+    temperature 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0 mean
+    off. `max_tokens` None means up to the end of the context; 0 means that the prompt is computed and no token is
+    generated. `logprobs` None means none, 0 those of sampled tokens, k also those of the k most likely tokens at each
+    position, -1 those of all tokens: 200 KB per position for 50,000 tokens. `prompt_logprobs` is the same for the
+    tokens of the prompt. `seed` None draws one. `stop` and `bad_words` may be one string instead of a list.
 
     The constructor checks types, `check` the ranges. Raises `InvalidRequest` naming the field.
     """
@@ -186,17 +184,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # tell these instead of the most likely ones; needs `logprobs`
+    logprob_token_ids: tuple[int, ...] = ()  # return those of these tokens, not the most likely; needs `logprobs`
     skip_special_tokens: bool = True
-    shown_special_tokens: tuple[int, ...] = ()  # special tokens that become text nevertheless, after `SPECIAL_MARK`
+    shown_special_tokens: tuple[int, ...] = ()  # special tokens that become text all the same, after `SPECIAL_MARK`
     structured_output: StructuredOutput | None = None
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated, EOS included
+    allowed_token_ids: tuple[int, ...] | None = None  # no other token is generated, not even EOS
     bad_words: tuple[str, ...] = ()  # never generated
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same in tokens; the front door fills it in
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens, filled in by `InputProcessor`
     prompt_logprobs: int | None = None
-    thinking_token_budget: int | None = None  # tokens of reasoning after which it is closed; None: as many as it takes
-    reasoning_tags: tuple[str, str] | None = None  # around the reasoning; opened already if "" opens it
-    reasoning_end_token_ids: tuple[int, ...] = ()  # the second one in tokens; the front door fills it in
+    thinking_token_budget: int | None = None  # maximum of reasoning tokens; None: no limit
+    reasoning_tags: tuple[str, str] | None = None  # around the reasoning; "" as first: already opened
+    reasoning_end_token_ids: tuple[int, ...] = ()  # the second tag as tokens, filled in by `InputProcessor`
 
     def __post_init__(self) -> None:
         for name, default, read in _READERS:
@@ -210,7 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def restricts_tokens(self) -> bool:
-        """Whether each step has to be told which tokens may follow."""
+        """True if each step needs a mask of the tokens that may follow."""
         return (
             self.structured_output is not None
             or self.allowed_token_ids is not None
@@ -220,7 +218,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def closes_reasoning(self) -> bool:
-        """Whether the reasoning is closed when its budget is used up."""
+        """True if the reasoning is ended at a budget."""
         return self.thinking_token_budget is not None and bool(self.reasoning_end_token_ids)
 
     @property
@@ -228,7 +226,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` naming the first field that is out of range. Called once, at the edge."""
+        """Raise `InvalidRequest` naming the first field that is out of range. Called once per request."""
         for name, (low, high) in RANGES.items():
             if (value := getattr(self, name)) is not None:
                 _in_range(name, value, low, high, low_open=name in LOW_END_EXCLUDED)
@@ -273,7 +271,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    # Written so that NaN, which compares false with everything, is refused.
+    # Written so that NaN, for which all comparisons are false, is refused.
     if not math.isfinite(value) or not (low < value if low_open else low <= value) or not value <= high:
         bracket = "(" if low_open else "["
         raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}.", param=name)
@@ -302,7 +300,7 @@ def _whole_number(name: str, value: object) -> int:
         return value
     if not _is_whole(value):
         raise _wrong_type(name, "a whole number", value)
-    return int(value)  # a number of numpy, for instance
+    return int(value)  # for example a numpy integer
 
 
 def _whole_number_or_none(name: str, value: object) -> int | None:
@@ -378,7 +376,7 @@ _READERS += [(name, getattr(_NEUTRAL, name), read) for name, read in _READER_OF.
 
 
 def _all_in_range(name: str, values: Collection[float], low: float, high: float) -> None:
-    """As `_in_range` for each, at a twentieth of the cost: a sum shows whether one is not finite."""
+    """Check each value as `_in_range` does, at a twentieth of the cost: the sum is finite if all values are."""
     if values and not (math.isfinite(sum(values)) and low <= min(values) and max(values) <= high):
         for value in values:
             _in_range(name, value, low, high)
@@ -390,30 +388,30 @@ def _at_most(name: str, values: Collection[object], limit: int) -> None:
 
 
 class Pooling(enum.StrEnum):
-    """How the hidden states of a prompt become one vector."""
+    """The way from the hidden states of a prompt to one vector."""
 
     MEAN = "mean"
-    LAST = "last"  # the last token's, which has seen all others
+    LAST = "last"  # of the last token, which has seen all others
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """One tokenized request on its way to the core. `sampling.n` is fanned out before it gets there."""
+    """One tokenized request for the core. A request with `sampling.n` > 1 becomes n of these."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0  # among the tenant's own requests: lower runs first
-    precedence: int = 0  # among all tenants' requests: lower runs first, whoever was served what
+    precedence: int = 0  # among the requests of all tenants: lower runs first, regardless of shares
     deadline: float | None = None  # time by which it must have ended
     first_token_deadline: float | None = None
     tenant: str = ""  # salts the prefix cache: no hits across tenants
     tenant_weight: float = 1.0  # share of the engine relative to other tenants
-    tenant_max_running: int = 0  # running slots that the tenant may hold at once; 0 is no limit
-    cache_salt: str = ""  # salts it further: hits among requests of the same salt only
+    tenant_max_running: int = 0  # maximum of running slots of the tenant; 0 is no limit
+    cache_salt: str = ""  # salts the prefix cache further: hits only among requests with the same salt
     pooling: Pooling | None = None
     keeps_prefix: bool = False  # its conversation may go on: the prefix cache keeps its blocks for longer
-    is_private: bool = False  # nothing that is computed for it leaves the KV cache
+    is_private: bool = False  # its KV blocks are not copied out of the KV cache
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -422,26 +420,26 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top: list[tuple[int, float]]  # most likely first, or those that the request names; as many as it asked for
-    every: bytes | None = None  # float32 of all tokens, by id, in the machine's order: instead of `top`
+    top: list[tuple[int, float]]  # the most likely first, or the tokens that the request names
+    every: bytes | None = None  # instead of `top`: float32 of all tokens, by id, in native byte order
 
 
 class EventKind(enum.StrEnum):
-    """What the engine did with a request, for its timeline."""
+    """An event in a request's timeline, with the meaning of `RequestEvent.tokens`."""
 
-    SCHEDULED = "scheduled"  # got a running slot; tokens: how many the prefix cache provided
-    PREFILL = "prefill"  # a chunk was computed; tokens: how many
+    SCHEDULED = "scheduled"  # got a running slot; tokens from the prefix cache
+    PREFILL = "prefill"  # a chunk was computed; its tokens
     WAITS_FOR_GRAMMAR = "waits_for_grammar"
     GRAMMAR_READY = "grammar_ready"
-    PREEMPTED = "preempted"  # lost its running slot; tokens: how many have to be computed again
-    LOADING = "loading"  # waits for a tier of the KV cache; tokens: how many may come
-    LOADED_FROM_RAM = "loaded_from_ram"  # into the prefix cache, while it waited; tokens: how many
+    PREEMPTED = "preempted"  # lost its running slot; tokens to compute again
+    LOADING = "loading"  # waits for a tier of the KV cache; tokens that may be loaded
+    LOADED_FROM_RAM = "loaded_from_ram"  # into the prefix cache while it waited; tokens loaded
     LOADED_FROM_DISK = "loaded_from_disk"
-    FINISHED = "finished"  # before others of its request; tokens: of its output
+    FINISHED = "finished"  # ended before other choices of its request; output tokens
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False):
-    """One thing that happened to a request in the engine."""
+    """One event of a request in the engine."""
 
     kind: EventKind
     time: float
@@ -449,7 +447,7 @@ class RequestEvent(msgspec.Struct, array_like=True, gc=False):
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An `InvalidRequest` that was found while the request ran: what the client has to change, as data."""
+    """An `InvalidRequest` that was found while the request ran, as data."""
 
     message: str
     param: str | None = None
@@ -464,41 +462,41 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """What one request gained in one step."""
+    """The output of one request in one step."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or string that matched; None for EOS
     logprobs: list[TokenLogprobs] | None = None  # parallel to new_token_ids
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache provided
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache
     error: str | None = None  # set with FinishReason.ERROR
-    is_complete: bool = False  # a grammar ended it: its last token is no stop token but belongs to the text
+    is_complete: bool = False  # ended by a grammar: the last token is no stop token but belongs to the text
     events: list[RequestEvent] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second of them on
-    embedding: bytes | None = None  # the pooled hidden states, float32 in the machine's order
-    refusal: Refusal | None = None  # set with FinishReason.ERROR if the client is at fault, and not the server
-    rank_lost: str | None = None  # set with FinishReason.ERROR: which rank of the engine has gone, and how
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens; the first has none
+    embedding: bytes | None = None  # the pooled hidden states, float32 in native byte order
+    refusal: Refusal | None = None  # set with FinishReason.ERROR if the client caused the error
+    rank_lost: str | None = None  # set with FinishReason.ERROR: the rank of the engine that has ended, and how
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
-    """One step's batch: at most one of these crosses per step."""
+    """The outputs of one step: at most one of these is sent per step."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp: float
-    kv_events: KVEvents | None = None  # where they are published
+    kv_events: KVEvents | None = None  # if they are published
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
-    """What the caller of `AsyncLLM.stream` sees: the new part of one choice since the last look.
+    """A delta of one choice for the caller of `AsyncLLM.stream`, of several steps if the caller is slow.
 
-    `text`, `token_ids` and `logprobs` are deltas, of several steps if the caller lags. Text may trail the token ids:
-    what could become part of a stop string or of an unfinished character is held back.
+    `text`, `token_ids` and `logprobs` are deltas. Text may lag behind the token ids: text that could become part of a
+    stop string or of an unfinished character is held back.
     """
 
     request_id: str
-    index: int  # which of the n choices
+    index: int  # of the choice
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -506,9 +504,9 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     stop_reason: int | str | None
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_output_tokens: int  # so far, this choice
+    num_output_tokens: int  # of this choice so far
     error: str | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first; with the first output
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens except the first; with the first output
     embedding: bytes | None = None
     refusal: Refusal | None = None
     rank_lost: str | None = None
@@ -518,7 +516,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ModelFacts(msgspec.Struct, kw_only=True, frozen=True):
-    """How a device computes a model, as far as the engine must know. The device's worker sets it, once."""
+    """The facts of a model on a device that the engine must know. The worker of the device sets them, once."""
 
     kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.plan`)
     prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
@@ -526,34 +524,33 @@ class ModelFacts(msgspec.Struct, kw_only=True, frozen=True):
     is_batch_invariant: bool = False  # a token's bits depend only on its request
 
 
-FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows")  # that a simulation needs
+FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows")  # which a simulation needs
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
-    """The first thing an engine says: it is loaded, and these are its engine info."""
+    """The first event after loading: the sizes and the model's facts."""
 
     vocab_size: _Size
     num_blocks: _Size
     block_size: _Size
     max_model_len: _Size
     facts: ModelFacts = ModelFacts()
-    step_costs: bytes = b""  # a `StepCostTable` as JSON, if it is known what steps cost
+    step_costs: bytes = b""  # a `StepCostTable` as JSON, if step costs are known
     pipeline_depth: int = 1  # as `EngineConfig` has it
 
 
 # ---------------------------------------------------------------------------------------------------------------- stats
-# What is told of how several engines share the requests.
 
 
 class RoutingStats(NamedTuple):
-    """Levels of this moment, and counts since the start."""
+    """The routing among several engines: levels of this moment, and counts since the start."""
 
     loads: Sequence[float] = ()  # seconds of work of each engine
-    num_by_prefix: int = 0  # prompts that went where most of them is cached
-    num_by_load: int = 0  # and those that did not
-    num_placed_again: int = 0  # choices whose engine had died while they waited there
+    num_by_prefix: int = 0  # prompts that went to the engine with most of them in its cache
+    num_by_load: int = 0  # prompts that went to another engine
+    num_placed_again: int = 0  # waiting choices that were given to another engine because theirs had died
     num_deaths: int = 0  # of engines
     num_engines: int = 1  # that live
-    num_guessed: int = 0  # engines that live and do not publish what they hold
-    num_gaps: int = 0  # times that something of what they publish was lost
-    num_bytes: int = 0  # of memory that knowing it takes
+    num_guessed: int = 0  # live engines that do not publish the contents of their caches
+    num_gaps: int = 0  # times that published events were lost
+    num_bytes: int = 0  # of memory for the index of prefixes

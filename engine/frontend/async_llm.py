@@ -1,11 +1,11 @@
-"""The server's front door to the engine: a request is a scope.
+"""The front end of servers. A request is a scope:
 
     async with llm.stream(request) as outputs:
         async for output in outputs:
             ...
 
-Entering registers the request with the engine; leaving the block, for whatever reason, ends everything that the request
-owned there. Both are synchronous puts, so leaving works inside a cancelled scope without a shield.
+Entering the block sends the request to the engine; leaving it, for any reason, ends the request there. Both are
+synchronous puts, so leaving works inside a cancelled scope without a shield.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient
 
-CHECKING_THREADS = 2  # for requests that are long to check
-INLINE_MICROSECONDS = 2000  # of checking; about what a hop to another thread and back may cost under load
-TOKENS_AT_ONCE = 65536  # of prompts that are put on the channel before others have their turn
+CHECKING_THREADS = 2  # for requests with long checks
+INLINE_MICROSECONDS = 2000  # of checks; a hop to another thread and back may take as long under load
+TOKENS_AT_ONCE = 65536  # of prompts that are put on the channel before other tasks run
 
 
 class AsyncLLM:
-    """Streams of an engine, on one event loop (asyncio or trio). Every method belongs to that loop.
+    """Streams of an engine, on one event loop (asyncio or trio). Call all methods on that loop.
 
-    `error` is what the engine died of, None while it lives. `ready` has its engine info once the model is loaded.
+    `error` is the error that ended the engine, None while it lives. `ready` is set when the model is loaded.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class AsyncLLM:
         seed: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Without `grammars`, requests for structured output are refused."""
+        """Make a front end. Without `grammars`, requests for structured output are refused."""
         self.vocabulary = grammars.vocabulary if grammars is not None else Vocabulary(tokenizer)
         self.ready: EngineReady | None = None
         self.error: BaseException | None = None
         self.last_stats: SchedulerStats | None = None
-        self.on_step_costs: Callable[[StepCostTable], None] = lambda table: None  # what an engine says of its steps
+        self.on_step_costs: Callable[[StepCostTable], None] = lambda table: None  # for reports of an engine
         self._client = client
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -95,17 +95,17 @@ class AsyncLLM:
         self._observer = observer or NullObserver()
         self._clock = clock
         self._outputs = OutputProcessor(self.vocabulary, self._observer, clock)
-        self._loaded = anyio.Event()  # or failed to
+        self._loaded = anyio.Event()  # or loading has failed
         self._dead = anyio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The engine lives as long as this block. Streams still open when it ends get EngineDead."""
+        """Run the engine while in this block. Streams that are open at the end of it get EngineDead."""
         async with self._client.running(self._receive):
             yield
 
     async def wait_ready(self) -> EngineReady:
-        """Wait until the model is loaded. Raises what loading failed with."""
+        """Wait until the model is loaded. Raises the error if loading failed."""
         await self._loaded.wait()
         if self.ready is None:
             assert self.error is not None
@@ -113,7 +113,7 @@ class AsyncLLM:
         return self.ready
 
     async def wait_dead(self) -> BaseException:
-        """Wait until the engine ends; returns what it ended of."""
+        """Wait until the engine ends, and return the error that ended it."""
         await self._dead.wait()
         assert self.error is not None
         return self.error
@@ -122,16 +122,16 @@ class AsyncLLM:
     async def stream(self, *requests: EngineCoreRequest, begins_message: bool = False) -> AsyncIterator[RequestStream]:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
-        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished. A grammar
-        that is new is compiled first, and what is long to check is checked on a thread; if the caller leaves meanwhile,
-        nothing is queued. For `begins_message` see `OutputProcessor.open`.
+        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all unfinished choices. First a
+        new grammar is compiled, and a long request is checked on a thread; a caller that leaves before has sent
+        nothing. For `begins_message` see `OutputProcessor.open`.
 
-        Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
-        engine has ended; iterating raises EngineDead if it ends meanwhile.
+        Raises InvalidRequest before anything is sent, EngineNotReady while no engine is loaded, EngineDead when the
+        engine has ended; iterating raises EngineDead if the engine ends.
         """
         requests, unenforced = await self._with_grammars(requests)
         choices = await self._check(requests)
-        self._available_inputs()  # may have changed meanwhile
+        self._available_inputs()  # the engine may have ended in between
         children = list(itertools.chain.from_iterable(choices))
         stream = self._outputs.open(requests, children, begins_message=begins_message)
         stream.unenforced = unenforced
@@ -144,11 +144,11 @@ class AsyncLLM:
                 self._client.send(FinishRequests(unfinished, stream.leave_reason))
 
     def abort(self, stream: RequestStream) -> None:
-        """End what a stream still generates; its reader gets what there is, with `FinishReason.ABORT`."""
+        """End the unfinished choices of a stream with `FinishReason.ABORT`; its reader gets their text so far."""
         self._client.send(FinishRequests(self._outputs.abort(stream), FinishReason.ABORT))
 
     def send(self, command: Command) -> None:
-        """Have this done before anything that is opened from now on."""
+        """Send a command, which is carried out before all streams opened later."""
         self._client.send(command)
 
     @overload
@@ -156,7 +156,7 @@ class AsyncLLM:
     @overload
     async def query(self, question: StartProfile | StopProfile) -> dict[int, Profile]: ...
     async def query(self, question: Question) -> Mapping[int, Answer]:
-        """The answer of each engine that lives, as `EngineClient.query` gives it."""
+        """Return the answer of each live engine, as `EngineClient.query` does."""
         return await self._client.query(question)
 
     async def _with_grammars(
@@ -165,7 +165,7 @@ class AsyncLLM:
         """Return the requests with grammars that can be enforced, and the keywords that the first one's leaves out."""
         sampling = requests[0].sampling
         unenforced: tuple[str, ...] = ()
-        changed: dict[int, SamplingParams] = {}  # by the one before: requests mostly share theirs
+        changed: dict[int, SamplingParams] = {}  # by the id of the original, which requests mostly share
         grammars: dict[StructuredOutput, CompiledGrammar | None] = {}
         for request in requests:
             structured = request.sampling.structured_output
@@ -188,10 +188,8 @@ class AsyncLLM:
         ), unenforced
 
     async def _grammar(self, structured: StructuredOutput, request: EngineCoreRequest) -> CompiledGrammar | None:
-        """The grammar; None if there is no time left. Raises InvalidRequest if it cannot be enforced.
-
-        Whoever leaves meanwhile leaves the queue.
-        """
+        """Wait for a grammar and return it; None at the request's deadline. Raises InvalidRequest if it cannot be
+        enforced. A cancelled caller leaves the compiler's queue."""
         if self._grammars is None:
             raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
         future = self._grammars.submit(structured, Owner.of(request))
@@ -199,7 +197,7 @@ class AsyncLLM:
             deadlines = [each for each in (request.deadline, request.first_token_deadline) if each is not None]
             latest = min(deadlines, default=math.inf)
             try:
-                # Who is out of time goes on to the engine, which says so.
+                # At the deadline the request goes on to the engine, which ends it.
                 with anyio.move_on_after(latest - self._clock()):
                     await wait_done(future)
             finally:
@@ -207,14 +205,14 @@ class AsyncLLM:
         return None if future.cancelled() else future.result()
 
     async def _check(self, requests: tuple[EngineCoreRequest, ...]) -> list[list[EngineCoreRequest]]:
-        """The choices of each of these prompts. Raises InvalidRequest."""
+        """Return the choices of each of these prompts. Raises InvalidRequest."""
         inputs = self._available_inputs()
         if inputs.cost(requests) <= INLINE_MICROSECONDS:
             return inputs.process(requests)
         return await self._checking.run(lambda: inputs.process(requests))
 
     async def _add(self, choices: list[list[EngineCoreRequest]]) -> None:
-        """Put all choices on the channel; others have their turn between prompts that are long together."""
+        """Put all choices on the channel. Other tasks run after every `TOKENS_AT_ONCE` tokens of prompts."""
         num_tokens = 0
         for children in choices:
             self._client.send(AddRequests.of(children))
@@ -234,33 +232,33 @@ class AsyncLLM:
 
     @property
     def is_available(self) -> bool:
-        """Whether a stream can be opened now."""
+        """True if a stream can be opened now."""
         return self.error is None and self._inputs is not None and self._client.is_available
 
     @property
     def num_engines(self) -> int:
-        """That take requests; at least 1."""
+        """The number of engines that take requests; at least 1."""
         return getattr(self._client, "num_engines", 1)
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of all engines that run; 0 before any does."""
+        """The KV blocks of all engines that run; 0 before the first runs."""
         at_first = 0 if self.ready is None else self.ready.num_blocks
         return getattr(self._client, "num_blocks", at_first)
 
     @property
     def routing(self) -> RoutingStats | None:
-        """How several engines share the requests; None of one engine."""
+        """The state of the routing among several engines; None for one engine."""
         return getattr(self._client, "routing", None)
 
     def seconds_without_progress(self) -> float:
-        """For how long the engine has had work and made no step; 0 when it is idle.
+        """Return for how long the engine has had work and made no step; 0 when it is idle.
 
-        A step that does not end counts even if every client has given up meanwhile: the next ones would, too.
+        A step that does not end counts even if all its clients have left: the next requests would wait for it, too.
         """
-        is_asleep = self._client.is_asleep  # asked first: an engine that wakes up beats before it says that it is awake
+        is_asleep = self._client.is_asleep  # read first: an engine that wakes up sets its heartbeat before this flag
         since = self._client.last_progress
-        if is_asleep:  # unless it does not hear what has been put into its inbox
+        if is_asleep:  # it may not have received the commands in its inbox
             oldest = self._outputs.oldest_arrival()
             if oldest is None:
                 return 0.0
@@ -269,7 +267,7 @@ class AsyncLLM:
 
     @property
     def num_open_choices(self) -> int:
-        """Choices that callers are waiting for."""
+        """The number of unfinished choices."""
         return self._outputs.num_choices
 
     def _receive(self, events: list[Event]) -> None:

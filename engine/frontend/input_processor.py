@@ -1,4 +1,4 @@
-"""The last check before the engine: what passes here can run."""
+"""The last check before the engine: a request that passes can run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.messages import EngineCoreRequest, SamplingParams
 from engine.structured.matchers import bad_word_token_ids
 
-# Microseconds, roughly: what `InputProcessor.cost` is reckoned from.
+# Approximate microseconds, for `InputProcessor.cost`.
 _PER_CHOICE = 8
 _PER_BAD_WORD = 40
 _PER_BAD_WORD_CHARACTER = 2
@@ -21,12 +21,12 @@ _TOKENS_PER_MICROSECOND = 32
 
 
 class InputProcessor:
-    """Checks requests against the model's engine info and fans out n > 1. May be used by several threads at once."""
+    """Checks requests against the engine's limits, and makes n requests of one with n > 1. Thread-safe."""
 
     def __init__(
         self, *, vocab_size: int, max_model_len: int, seed: int | None = None, tokenizer: Tokenizer | None = None
     ) -> None:
-        """Without a `tokenizer` there are no `bad_words`."""
+        """Make a processor for an engine. Without a `tokenizer`, requests with `bad_words` are refused."""
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -35,7 +35,7 @@ class InputProcessor:
 
     @staticmethod
     def cost(requests: Sequence[EngineCoreRequest]) -> int:
-        """About how many microseconds `process` will take."""
+        """Return approximately how many microseconds `process` will take."""
         cost = 0
         for sampling in _distinct(requests):
             cost += _PER_BAD_WORD * len(sampling.bad_words)
@@ -45,11 +45,11 @@ class InputProcessor:
         return cost
 
     def process(self, requests: Sequence[EngineCoreRequest]) -> list[list[EngineCoreRequest]]:
-        """The requests that the core will run for each of these: one per choice, each with a seed and a token limit of
-        its own. What requests share is looked at once.
+        """Return the requests that the core will run for each of these: one per choice, each with its own seed and
+        token limit. Sampling parameters that requests share are checked once.
 
-        Their ids are never used twice, whatever clients call their requests: what the engine still sends for an aborted
-        request must not reach a later one of the same name.
+        Request ids of the core are never used twice, even if clients repeat theirs: late outputs of an aborted request
+        must not reach a later request.
 
         Raises InvalidRequest naming the field, its value and the limit.
         """
@@ -99,7 +99,7 @@ class InputProcessor:
                 )
 
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """As many as are asked for and fit: many clients ask for what the largest model they know can give."""
+        """Return the limit of output tokens, reduced to the context: many clients ask for more than fits."""
         room = self.max_model_len - num_prompt_tokens
         if room < (max_tokens != 0):
             raise PromptTooLong(num_prompt_tokens, self.max_model_len, param="prompt", needs_answer=max_tokens != 0)
@@ -107,5 +107,5 @@ class InputProcessor:
 
 
 def _distinct(requests: Sequence[EngineCoreRequest]) -> list[SamplingParams]:
-    """The sampling of these requests, which mostly share one object, each object once."""
+    """Return each sampling object of these requests once; most requests share one."""
     return list({id(request.sampling): request.sampling for request in requests}.values())

@@ -1,6 +1,6 @@
-"""The offline front door: prompts in, completions out, no event loop.
+"""The front end of programs: prompts in, completions out, no event loop.
 
-The same core, the same checks and the same text as the server's. `engine.frontend.shared_engine` runs the steps.
+Core, checks and text are the same as the server's. `engine.frontend.shared_engine` runs the steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.messages import EngineCoreRequest, FinishReason, RequestOutput, Samp
 
 @dataclass(kw_only=True)
 class Completion:
-    """One finished choice."""
+    """One finished choice of a prompt."""
 
     index: int
     text: str = ""
@@ -36,12 +36,12 @@ class Completion:
 
 @dataclass(kw_only=True)
 class Generation:
-    """Everything that one prompt gave."""
+    """The choices of one prompt."""
 
     prompt_token_ids: list[int]
     num_cached_tokens: int
     choices: list[Completion]
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first, if requested
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens except the first, if requested
 
 
 class LLM:
@@ -70,7 +70,7 @@ class LLM:
         self._engine = SharedEngine(core, OutputProcessor(Vocabulary(tokenizer)))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` samples with where it is given none: what the model's authors recommend, in `app.library`."""
+        """Return the default of `generate`. `app.library` sets the recommendation of the model's authors."""
         return self._default_sampling
 
     def generate(
@@ -84,9 +84,9 @@ class LLM:
 
         A string is one prompt. A prompt must be text or a list of token ids.
 
-        `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, or
-        later if only that shows it, RequestFailed if one fails in the engine, and EngineDead if the engine has ended.
-        An interrupt of the call or an exception of `on_step` aborts the requests of this call and nothing else.
+        `sampling` is one for all or one for each. Raises InvalidRequest, mostly before anything runs, RequestFailed if
+        a request fails in the engine, and EngineDead if the engine has ended. An interrupt of the call or an exception
+        of `on_step` aborts the requests of this call and no others.
         """
         self._engine.check_process()
         prompts = [prompts] if isinstance(prompts, str | bytes) else prompts

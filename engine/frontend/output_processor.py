@@ -1,7 +1,7 @@
-"""From the engine's token ids to what a caller reads: text, stop strings, usage, and the figures of each request.
+"""The processing of the engine's outputs: text, stop strings, usage, and the figures of each request.
 
-One OutputProcessor serves all requests of a front end, on the front end's thread. What it makes of a step goes into the
-requests' streams (`engine.frontend.request_stream`).
+One OutputProcessor serves all requests of a front end, on the front end's thread, and fills their streams
+(`engine.frontend.request_stream`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from engine.messages import (
 
 logger = logging.getLogger(__name__)
 
-# What listeners get of log-probabilities at one hand-over, at about two microseconds each. What is more goes to the
-# readers, each in a turn of its own.
+# The maximum of log-probabilities that listeners get at one hand-over, at about two microseconds each. The others go to
+# the readers, which are separate tasks.
 LISTENED_LOGPROBS = 4096
 MAX_EVENTS = 2048  # kept of one request; more than the chunks of a prompt of a hundred thousand tokens
 
@@ -46,11 +46,11 @@ class OutputProcessor:
 
     @property
     def num_choices(self) -> int:
-        """Choices that are still being generated."""
+        """The number of unfinished choices."""
         return len(self._choices)
 
     def oldest_arrival(self) -> float | None:
-        """When the request that has been open longest was handed to the engine; None if there is none."""
+        """Return the time when the oldest open request was sent to the engine; None if there is none."""
         first = next(iter(self._choices.values()), None)
         return None if first is None else first.stream.opened_time
 
@@ -61,7 +61,7 @@ class OutputProcessor:
         *,
         begins_message: bool = False,
     ) -> RequestStream:
-        """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts.
+        """Open a stream for the `children` of a request, which has one EngineCoreRequest for each of its prompts.
 
         With `begins_message` an answer begins a new text. Otherwise it continues the prompt's text: if a tokenizer
         strips the blank at the beginning of a text, the answer keeps it.
@@ -80,8 +80,7 @@ class OutputProcessor:
         return stream
 
     def close(self, stream: RequestStream) -> list[str]:
-        """Stop listening. Returns the children that the engine still has to be told to drop, and accounts for the
-        request."""
+        """Close a stream and report the request to the observer. Return the children that the engine has to abort."""
         unfinished = []
         for child_id in stream.child_ids:
             if (choice := self._choices.pop(child_id, None)) is not None:
@@ -91,12 +90,12 @@ class OutputProcessor:
         if reason is None or (unfinished and reason not in FAILURES):
             reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
         if stream.was_refused:
-            reason = FinishReason.ABORT  # errors are the server's own: operators are woken by them
+            reason = FinishReason.ABORT  # ERROR means errors of the server, which may alert operators
         if stream.first_token_time is None:
             self._observer.on_prompt(stream.num_prompt_tokens)
         self._observer.on_request_finished(self._finished(stream, reason))
         stream.finish_reason = reason
-        stream.listen(None)  # who listens mostly holds the stream, too
+        stream.listen(None)  # a listener mostly refers to the stream, too
         return unfinished
 
     def _finished(self, stream: RequestStream, reason: FinishReason) -> FinishedRequest:
@@ -115,7 +114,7 @@ class OutputProcessor:
         )
 
     def abort(self, stream: RequestStream) -> list[str]:
-        """Finish a stream's choices here and now. Returns the children that the engine has to be told to drop."""
+        """Finish a stream's choices at once. Return the children that the engine has to abort."""
         now = self._clock()
         unfinished = [child_id for child_id in stream.child_ids if child_id in self._choices]
         for child_id in unfinished:
@@ -125,15 +124,14 @@ class OutputProcessor:
         return unfinished
 
     def process(self, batch: EngineCoreOutputs) -> list[str]:
-        """Put a step's tokens into their streams. Returns the children that the engine must end, because a stop
-        string was found or the stream has failed.
+        """Put a step's tokens into their streams. Return the children that the engine must end, because a stop string
+        was found or the stream has failed.
 
-        Children that are not listened for any more, because their client has left, are passed over. `hand_over` makes
-        the readers see it; in between, steps that have come together merge.
+        Outputs of closed streams are dropped. `hand_over` wakes the readers; steps that come before it are merged.
         """
         stopped: list[str] = []
-        # Choices that got their last token in the same step have the same gap, so there are few different ones. Tokens
-        # that come together share theirs evenly.
+        # Choices that got their previous token in the same step have the same gap, so there are few different gaps.
+        # The gap is divided evenly among the tokens of one step.
         gaps: Counter[float] = Counter()
         num_generated = 0
         for output in batch.outputs:
@@ -173,7 +171,7 @@ class OutputProcessor:
         return stopped
 
     def hand_over(self) -> list[str]:
-        """Give readers the outputs that `process` has put into their streams. Returns the children of failed streams,
+        """Give readers the outputs that `process` has put into their streams. Return the children of failed streams,
         which the engine must end."""
         touched, self._touched = self._touched, {}
         left = LISTENED_LOGPROBS
@@ -188,7 +186,7 @@ class OutputProcessor:
         return failed
 
     def _fail(self, stream: RequestStream, error: Exception) -> list[str]:
-        """End a stream to which a step could not be delivered. Returns its unfinished children."""
+        """End a stream to which a step could not be delivered. Return its unfinished children."""
         logger.error("a step could not be delivered to request %s", stream.request_id, exc_info=error)
         failure = RequestFailed(f"a step could not be delivered ({type(error).__name__})")
         failure.__cause__ = error
@@ -198,7 +196,7 @@ class OutputProcessor:
         return [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
 
     def fail_all(self, error: Exception) -> None:
-        """The engine is gone: every open stream ends with this error."""
+        """End every open stream with this error, because the engine has ended."""
         for choice in self._choices.values():
             choice.stream.fail(error)
 
@@ -233,7 +231,7 @@ class _Choice:
         sampling = child.sampling
         self.stream = stream
         self.index = index
-        self.leads = leads  # the first choice of its prompt; the others share that one's prefill
+        self.leads = leads  # the first choice of its prompt; the other choices share its prefill
         self.num_prompt_tokens = len(child.prompt_token_ids)
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
@@ -248,7 +246,7 @@ class _Choice:
         self._min_tokens = sampling.min_tokens
 
     def note(self, events: list[RequestEvent]) -> None:
-        """Keep what the engine did with this choice for the request's timeline."""
+        """Keep events of this choice for the request's timeline."""
         stream = self.stream
         if stream.first_scheduled_time is None:
             stream.first_scheduled_time = next(
@@ -258,7 +256,7 @@ class _Choice:
             stream.events += [(self.index, event) for event in events]
 
     def process(self, output: EngineCoreOutput, timestamp: float) -> bool:
-        """Decode a step's tokens and push the delta. Returns whether the choice is finished."""
+        """Decode a step's tokens and push the delta. Return True if the choice is finished."""
         stream = self.stream
         token_ids = output.new_token_ids
         text, num_used = self._decode(output)
@@ -312,7 +310,7 @@ class _Choice:
         return finish_reason is not None
 
     def _decode(self, output: EngineCoreOutput) -> tuple[str, int]:
-        """The decided text of a step's tokens, and how many of them were used before a stop string matched."""
+        """Return the decided text of a step's tokens, and the number of tokens up to a stop string."""
         if self._stops is None and output.finish_reason is None and len(output.new_token_ids) == 1:  # mostly
             return self._decoder.feed_token(output.new_token_ids[0]), 1
         text = ""

@@ -1,8 +1,8 @@
-"""The outbox of one request, and the observer that metrics use.
+"""The stream of one request's outputs, and the interface to metrics.
 
-Deltas that pile up in between are merged, so a reader that lags costs memory for its text and for nothing else. Waking
-a task costs several times what a token costs otherwise. So a reader may leave a listener, which is called with what a
-step has brought, and is woken only for what the listener does not take.
+1. Deltas that the reader has not read are merged, so a slow reader costs memory for its text and nothing else.
+2. Waking a task costs several times as much as the other work for a token. So a reader may set a listener, which is
+   called with the outputs of each step; the reader is woken only for outputs that the listener does not take.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.messages import (
 )
 
 Listener = Callable[[Collection[RequestOutput]], bool]
-"""Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
+"""Takes the deltas of a stream's choices, at most one for each. Returns False if it has not taken them."""
 
 A_VOCABULARY = 2**20  # tokens: at least as many as any model has
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
@@ -33,7 +33,7 @@ class RequestStream:
     """The deltas of one request, all its choices together; iterate it from one task.
 
     A request has `n` choices for each of its prompts, numbered prompt by prompt. Iteration ends after the last choice
-    has finished. It raises what the engine died of, if it did.
+    has finished, or raises the error that ended the engine.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class RequestStream:
         self.child_ids = [child.request_id for child in children]
         self.arrival_time = requests[0].arrival_time
         self.opened_time = opened_time
-        self.events: list[tuple[int, RequestEvent]] = []  # what the engine did, with the number of the choice
+        self.events: list[tuple[int, RequestEvent]] = []  # events in the engine, with the number of the choice
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.num_output_tokens = 0
-        self.longest_output = 0  # tokens of the choice that got most; known when it has ended
-        self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
+        self.longest_output = 0  # tokens of the longest choice that has ended
+        self.num_cached_tokens = 0  # prompt tokens from the prefix cache, counted once for each prompt
         self.logprobs_per_token = max(_num_logprobs(request) for request in requests)
         self.num_unfinished = len(children)
-        self.finished_time: float | None = None  # when the engine was done with the last choice
+        self.finished_time: float | None = None  # when the last choice ended in the engine
         self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
-        self.was_refused = False  # a choice failed by the client's fault
-        self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
-        self.error: Exception | None = None  # what the engine died of
-        self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
-        self.on_end: Callable[[int], None] | None = None  # with how many tokens each choice has got when it ends
+        self.was_refused = False  # the client caused the error of a choice
+        self.leave_reason = FinishReason.ABORT  # of a caller that leaves before the end
+        self.error: Exception | None = None  # the error that ended the engine
+        self.on_begin: Callable[[], None] | None = None  # called at the first output of each choice
+        self.on_end: Callable[[int], None] | None = None  # called at the end of each choice, with its number of tokens
         self.unenforced: tuple[str, ...] = ()  # keywords of the request's JSON Schemas that no grammar enforces
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
@@ -81,17 +81,17 @@ class RequestStream:
 
     @property
     def is_drained(self) -> bool:
-        """Whether everything has been read that there will ever be."""
+        """True if everything has been read and nothing more will come."""
         return not self._pending and not self.num_unfinished and self.error is None
 
     async def wait(self) -> None:
-        """Wait until there is something to read, or nothing more will come. Loses nothing when cancelled."""
+        """Wait until there is something to read, or nothing more will come. May be cancelled without loss."""
         while not self._pending and self.error is None and self.num_unfinished:
             self._arrived = anyio.Event()
             await self._arrived.wait()
 
     async def wait_finished(self) -> None:
-        """Wait until nothing more will come, or a choice has failed. Meanwhile deltas merge into one per choice."""
+        """Wait until nothing more will come, or a choice has failed. Deltas are merged into one per choice."""
         self._waits_for_end = True
         try:
             while self.error is None and not self._is_over:
@@ -101,12 +101,12 @@ class RequestStream:
             self._waits_for_end = False
 
     def listen(self, listener: Listener | None) -> None:
-        """From now on `listener` gets what steps bring. It returns whether it has taken it: if not, that stays to be
-        read, and the reader is woken. It is called between two steps of the reader's task, and must not raise."""
+        """Set the listener for the outputs of steps. If it returns False, they stay to be read, and the reader is
+        woken. It is called while the reader's task waits, and must not raise."""
         self._listener = listener
 
     def drain(self) -> list[RequestOutput]:
-        """Everything pending, without waiting: one merged delta per choice."""
+        """Return everything that is pending, without waiting: one merged delta per choice."""
         pending, self._pending = list(self._pending.values()), {}
         return pending
 
@@ -119,17 +119,16 @@ class RequestStream:
 
     @property
     def num_pending_logprobs(self) -> int:
-        """How many log-probabilities wait to be read."""
+        """The number of log-probabilities that wait to be read."""
         return self.logprobs_per_token * sum(
             len(output.token_ids) + len(output.prompt_logprobs or ()) for output in self._pending.values()
         )
 
     def hand_over(self, *, listened: bool = True) -> None:
-        """Everything that a step, or several, had for this stream has been pushed; now to the listener, if it is
-        `listened` to, or the reader.
+        """Give all pushed outputs to the listener, if `listened`, or else wake the reader.
 
-        Text alone is worth a wake-up, and so is an end. A token that shows nothing yet, such as the first half of a
-        character, can wait for the next.
+        The reader is woken for text or an end, and not for a token without text yet, such as the first half of a
+        character.
         """
         if not self._pending:
             return
@@ -148,7 +147,7 @@ class RequestStream:
         return not self.num_unfinished or self.finish_reason in FAILURES
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come. What is pending can still be read."""
+        """End the stream with an error. Pending outputs can still be read."""
         self.error = error
         self._wake()
 
@@ -159,7 +158,7 @@ class RequestStream:
 
 
 def _num_logprobs(request: EngineCoreRequest) -> int:
-    """For each token: its own and the likely ones."""
+    """Return the number of log-probabilities for each token, its own included."""
     sampling = request.sampling
     asked = [each for each in (sampling.logprobs, sampling.prompt_logprobs) if each is not None]
     if ALL_LOGPROBS in asked:
@@ -186,17 +185,17 @@ def _merge(pending: RequestOutput, output: RequestOutput) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- observer
-# What the front end tells whoever keeps the figures. The application's metrics are one observer; tests have others.
+# The interface to the application's metrics. Tests have other observers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """A request that is gone. Tokens are those of its usage; what it never reached has None for seconds."""
+    """The figures of a request that has ended. Tokens are those of its usage; a phase never reached has None."""
 
     reason: FinishReason
     prompt_tokens: int
     output_tokens: int
-    longest_output: int  # tokens of the choice that got most
+    longest_output: int  # tokens of the longest choice
     cached_tokens: int
     e2e_seconds: float  # arrival to end
     queue_seconds: float | None  # arrival to first schedule
@@ -205,35 +204,35 @@ class FinishedRequest:
 
 
 class Observer(Protocol):
-    """Called on the front end's thread. Implementations are quick and never raise. Times are in seconds."""
+    """Called on the front end's thread. Implementations are fast and never raise. Times are in seconds."""
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """After each step: the scheduler's stats and how many tokens the step gave to requests that are still open."""
+        """Count a step, with the scheduler's stats and the number of new tokens of open requests."""
         ...
 
     def on_prompt(self, tokens: int) -> None:
-        """The prompts of a request, once: with its first token, or with its end if it never got one."""
+        """Count the prompts of a request, once: at its first token, or at its end if it got none."""
         ...
 
     def on_first_token(self, seconds: float) -> None:
-        """A choice got its first token, this long after the request's arrival."""
+        """Count the first token of a choice, this long after the request's arrival."""
         ...
 
     def on_inter_token(self, seconds: float, count: int) -> None:
-        """`count` further tokens came with this step, each `seconds` after the one before it in its choice."""
+        """Count further tokens of a step, each `seconds` after the token before it in its choice."""
         ...
 
     def on_request_finished(self, finished: FinishedRequest) -> None:
-        """A request is gone; once per request."""
+        """Count a request that has ended, once."""
         ...
 
     def on_delivery(self, seconds: float) -> None:
-        """What the engine had sent was handed over, which took this much of the thread's processor time."""
+        """Count a delivery of events, which took this much processor time of the thread."""
         ...
 
 
 class NullObserver:
-    """Keeps no figures."""
+    """An observer that ignores everything."""
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None: ...
 

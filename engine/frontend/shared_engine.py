@@ -83,7 +83,7 @@ class SharedEngine:
         """Run the requests of a new call, and wait for their end.
 
         If this raises anything, an interrupt or an error of `on_step`, the requests have been aborted. Raises
-        EngineDead if the engine has ended or ends meanwhile.
+        EngineDead if the engine has ended or ends before the call's end.
         """
         try:
             self._arrived.put(call)

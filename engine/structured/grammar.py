@@ -149,7 +149,7 @@ def _parsed(value: str) -> Any:
 
 
 def _json_schema(schema: Any, structured: StructuredOutput) -> str:
-    """Return a JSON Schema with the options of llguidance, as JSON. Options of the request override the schema's own."""
+    """Return a JSON Schema with options of llguidance, as JSON. Options of the request override the schema's own."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

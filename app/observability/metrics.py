@@ -38,7 +38,7 @@ from prometheus_client.utils import floatToGoString
 from app.admission.admission import Limit
 from app.admission.tenants import shown_name
 from app.runtime import LONG_HOLD, warn_of_hold
-from engine.frontend.request_stream import FinishedRequest
+from engine.frontend.request_stream import FinishedRequest, Observer
 from engine.messages import FinishReason, RoutingStats, SchedulerStats, TierStats
 from protocol.tools.unsupported import FAMILIES, family
 
@@ -73,8 +73,8 @@ TIERS: Final = ("disk", "ram")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
-class Metrics:
-    """The counters of one server, an `Observer`. Not thread-safe: call it from the event loop.
+class Metrics(Observer):
+    """The counters of one server. Not thread-safe: call it from the event loop.
 
     No series is made for what a client has made up: each label's values are known here, but for `handler`, a route's
     template, and `tenant`, one of `tenants`. docs/metrics.md has them all.

@@ -42,7 +42,7 @@ from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.fairness import FairThreads
 from engine.frontend.input_processor import InputProcessor
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.request_stream import NullObserver, Observer, RequestStream
+from engine.frontend.request_stream import Observer, RequestStream
 from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -92,7 +92,7 @@ class AsyncLLM:
         self._checking = FairThreads(CHECKING_THREADS)
         self._seed = seed
         self._inputs: InputProcessor | None = None
-        self._observer = observer or NullObserver()
+        self._observer = observer or Observer()
         self._clock = clock
         self._outputs = OutputProcessor(self.vocabulary, self._observer, clock)
         self._loaded = anyio.Event()  # or loading has failed

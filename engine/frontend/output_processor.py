@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from engine.config import Clock
 from engine.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, TokenDecoder, Vocabulary
 from engine.errors import RequestFailed
-from engine.frontend.request_stream import FAILURES, FinishedRequest, NullObserver, Observer, RequestStream
+from engine.frontend.request_stream import FAILURES, FinishedRequest, Observer, RequestStream
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -40,7 +40,7 @@ class OutputProcessor:
     def __init__(self, vocabulary: Vocabulary, observer: Observer | None = None, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._vocabulary = vocabulary
-        self._observer = observer or NullObserver()
+        self._observer = observer or Observer()
         self._choices: dict[str, _Choice] = {}
         self._touched: dict[RequestStream, None] = {}  # streams with something that was not handed over; a set in order
 

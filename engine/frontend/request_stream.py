@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 
@@ -203,45 +202,26 @@ class FinishedRequest:
     decode_seconds: float | None  # first token to end
 
 
-class Observer(Protocol):
-    """Called on the front end's thread. Implementations are fast and never raise. Times are in seconds."""
+class Observer:
+    """Ignores all figures; subclasses count them.
+
+    Called on the front end's thread. Methods are fast and never raise. Times are in seconds.
+    """
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
         """Count a step, with the scheduler's stats and the number of new tokens of open requests."""
-        ...
 
     def on_prompt(self, tokens: int) -> None:
         """Count the prompts of a request, once: at its first token, or at its end if it got none."""
-        ...
 
     def on_first_token(self, seconds: float) -> None:
         """Count the first token of a choice, this long after the request's arrival."""
-        ...
 
     def on_inter_token(self, seconds: float, count: int) -> None:
         """Count further tokens of a step, each `seconds` after the token before it in its choice."""
-        ...
 
     def on_request_finished(self, finished: FinishedRequest) -> None:
         """Count a request that has ended, once."""
-        ...
 
     def on_delivery(self, seconds: float) -> None:
         """Count a delivery of events, which took this much processor time of the thread."""
-        ...
-
-
-class NullObserver:
-    """An observer that ignores everything."""
-
-    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None: ...
-
-    def on_prompt(self, tokens: int) -> None: ...
-
-    def on_first_token(self, seconds: float) -> None: ...
-
-    def on_inter_token(self, seconds: float, count: int) -> None: ...
-
-    def on_request_finished(self, finished: FinishedRequest) -> None: ...
-
-    def on_delivery(self, seconds: float) -> None: ...

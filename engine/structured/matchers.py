@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
@@ -27,6 +26,7 @@ from engine.structured.compiler import CompiledGrammar
 SECONDS_AT_ONCE = 1.0
 SECONDS_PER_TOKEN = 0.002
 
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
 _NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance's message; all its other errors are about its limits
 _TOO_COMPLEX = Refusal(
     "structured_output became too complex to follow within the answer. Allow fewer alternatives at a time.",
@@ -40,51 +40,65 @@ _TOO_SLOW = Refusal(
 )
 
 
-class TokenMatcher(Protocol):
-    """The tokens that may follow in the output of one request, for the scheduler and the manager."""
+class TokenMatcher:
+    """The tokens that may follow in the output of one request, for the scheduler and the manager.
+
+    This base class allows all tokens that an `inner` matcher allows, if there is one.
+    """
+
+    def __init__(self, inner: TokenMatcher | None = None) -> None:
+        self._inner = inner
+        self._error: str | None = None
+        self._refusal: Refusal | None = None
 
     @property
     def error(self) -> str | None:
         """The reason why the request cannot go on; None while it can."""
-        ...
+        return self._error if self._error is not None or self._inner is None else self._inner.error
 
     @property
     def refusal(self) -> Refusal | None:
         """The message for the client, if the client caused the `error`."""
-        ...
+        return self._refusal if self._error is not None or self._inner is None else self._inner.refusal
 
     @property
     def is_ready(self) -> bool:
-        """True if masks can be computed. False forever if there is an `error`."""
-        ...
+        """True if masks can be computed. False forever if the grammar could not be compiled."""
+        return self._inner is None or self._inner.is_ready
 
     @property
     def rest(self) -> TokenMatcher | None:
         """The matcher to use from now on: itself while it restricts tokens, then the one inside it, if any."""
-        ...
+        return self
 
     def close(self) -> None:
         """Cancel a compilation: the request has ended."""
-        ...
+        if self._inner is not None:
+            self._inner.close()
 
     def accept(self, token_id: int) -> bool:
         """Advance by a sampled token. Return True if the output is complete, so that no token may follow."""
-        ...
+        return self._inner is not None and self._inner.accept(token_id)
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
         """Write the mask of the tokens that may come next: bit `id % 32` of word `id // 32` is set for each of them."""
-        ...
+        if self._inner is None:
+            mask[:] = ALL_TOKENS
+        else:
+            self._inner.fill(mask)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._error, self._refusal = refusal.message, refusal
 
 
-class GrammarMatcher:
-    """A `TokenMatcher` that follows a grammar, which may still be being compiled at first.
+class GrammarMatcher(TokenMatcher):
+    """Follows a grammar, which may still be being compiled at first.
 
     A preemption does not change it: the generated tokens stay, and so does the position in the grammar.
     """
 
     def __init__(self, compiling: Future[CompiledGrammar]) -> None:
-        self.error: str | None = None
-        self.refusal: Refusal | None = None
+        super().__init__()
         self._compiling = compiling
         self._matcher: LLMatcher | None = None
         self._lock = threading.Lock()  # of the matcher
@@ -93,19 +107,14 @@ class GrammarMatcher:
 
     @property
     def is_ready(self) -> bool:
-        """True if the grammar is compiled. If that failed, False forever, with an `error`."""
-        if self._matcher is None and self.error is None and self._compiling.done():
+        if self._matcher is None and self._error is None and self._compiling.done():
             try:
                 self._matcher = self._compiling.result().matcher()
             except InvalidRequest as error:
                 self._refuse(Refusal.of(error))
             except Exception as error:
-                self.error = f"the grammar could not be compiled ({type(error).__name__})"
+                self._error = f"the grammar could not be compiled ({type(error).__name__})"
         return self._matcher is not None
-
-    @property
-    def rest(self) -> TokenMatcher | None:
-        return self
 
     def accept(self, token_id: int) -> bool:
         """Advance. Set `error` if the grammar takes too much work, or if the token is not allowed, which would be a bug
@@ -117,7 +126,7 @@ class GrammarMatcher:
         if not followed:
             # llguidance's message cites tokens, but a model's output must not be logged.
             if _NOT_ALLOWED in self._matcher.get_error():
-                self.error = "a token was sampled that the grammar does not allow"
+                self._error = "a token was sampled that the grammar does not allow"
             else:
                 self._refuse(_TOO_COMPLEX)
             return False
@@ -128,9 +137,6 @@ class GrammarMatcher:
 
     def close(self) -> None:
         self._compiling.cancel()
-
-    def _refuse(self, refusal: Refusal) -> None:
-        self.error, self.refusal = refusal.message, refusal
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
         """Write the mask. After an error only the end of the output is allowed, so that the next `accept` finds it."""
@@ -145,11 +151,8 @@ class GrammarMatcher:
 # The restrictions by `allowed_token_ids` and `bad_words`. They use masks like a grammar; with a grammar both hold.
 
 
-ALL_TOKENS = np.uint32(0xFFFFFFFF)
-
-
-class TokenRules:
-    """A `TokenMatcher` for token rules, and for the grammar of the request if there is one.
+class TokenRules(TokenMatcher):
+    """Follows token rules, and the grammar of the request if there is one.
 
     `allowed` is the mask of `allowed_token_ids` (see `mask_of`), or None; requests may share it. `bad_words` are
     sequences of token ids, none of them empty. The last token of a sequence is never generated directly after its other
@@ -163,52 +166,22 @@ class TokenRules:
         bad_words: Sequence[Sequence[int]],
         grammar: GrammarMatcher | None = None,
     ) -> None:
-        self._grammar = grammar
+        super().__init__(grammar)
         self._allowed = allowed
         self._bad_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
-        self._left_nothing: Refusal | None = None
         self._names = [
             *(["allowed_token_ids"] if allowed is not None else []),
             *(["bad_words"] if bad_words else []),
         ]
         self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in bad_words), default=0))
 
-    @property
-    def error(self) -> str | None:
-        if self._left_nothing is not None:
-            return self._left_nothing.message
-        return None if self._grammar is None else self._grammar.error
-
-    @property
-    def refusal(self) -> Refusal | None:
-        if self._left_nothing is not None:
-            return self._left_nothing
-        return None if self._grammar is None else self._grammar.refusal
-
-    def close(self) -> None:
-        if self._grammar is not None:
-            self._grammar.close()
-
-    @property
-    def is_ready(self) -> bool:
-        return self._grammar is None or self._grammar.is_ready
-
-    @property
-    def rest(self) -> TokenMatcher | None:
-        return self
-
     def accept(self, token_id: int) -> bool:
-        if self._left_nothing is not None:
-            return False
         self._recent.append(token_id)
-        return self._grammar is not None and self._grammar.accept(token_id)
+        return self._error is None and super().accept(token_id)
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
         """Write the mask. If it would allow no token, set `error`, and allow all tokens for the sampler."""
-        if self._grammar is None:
-            mask[:] = ALL_TOKENS
-        else:
-            self._grammar.fill(mask)
+        super().fill(mask)
         if self._allowed is not None:
             words = min(len(mask), len(self._allowed))
             mask[:words] &= self._allowed[:words]
@@ -218,11 +191,9 @@ class TokenRules:
             if token_id // 32 < len(mask) and recent[len(recent) - len(before) :] == before:
                 mask[token_id // 32] &= ~(np.uint32(1) << np.uint32(token_id % 32))
         if not mask.any():
-            names = [*self._names, *(["structured_output"] if self._grammar is not None else [])]
-            self._left_nothing = Refusal(
-                f"{' and '.join(names)} leave no token that may come next. Allow more tokens or leave one of them out.",
-                param=names[-1],
-            )
+            names = [*self._names, *(["structured_output"] if self._inner is not None else [])]
+            reason = "leave no token that may come next. Allow more tokens or leave one of them out."
+            self._refuse(Refusal(f"{' and '.join(names)} {reason}", param=names[-1]))
             mask[:] = ALL_TOKENS
 
 
@@ -254,8 +225,8 @@ def mask_of(token_ids: Sequence[int]) -> NDArray[np.uint32]:
 MAX_EXCESS = 3  # bytes of a UTF-8 character after its first
 
 
-class ThinkingBudget:
-    """A `TokenMatcher` that ends the reasoning at a budget, around the request's other matcher if there is one.
+class ThinkingBudget(TokenMatcher):
+    """Ends the reasoning at a budget. The `inner` matcher is the request's other one, if any.
 
     `tags` are the tags around the reasoning; an empty first one means that the prompt has opened it. `closing` has the
     tokens of the second tag, which come in addition to the budget. All tokens before them count, the opening tag
@@ -272,11 +243,11 @@ class ThinkingBudget:
         token_bytes: Callable[[int], bytes],
         inner: TokenMatcher | None = None,
     ) -> None:
+        super().__init__(inner)
         self._budget = budget
         self._opening, self._closing = (tag.encode() for tag in tags)
         self._closing_ids = tuple(closing)
         self._token_bytes = token_bytes
-        self._inner = inner
         self._is_open = not self._opening
         self._is_over = False
         self._seen = b""  # all bytes before the opening tag; in the reasoning, as many as the closing tag may overlap
@@ -284,41 +255,23 @@ class ThinkingBudget:
         self._num_forced = 0  # tokens of the closing tag that were forced
 
     @property
-    def error(self) -> str | None:
-        return None if self._inner is None else self._inner.error
-
-    @property
-    def refusal(self) -> Refusal | None:
-        return None if self._inner is None else self._inner.refusal
-
-    @property
-    def is_ready(self) -> bool:
-        return self._inner is None or self._inner.is_ready
-
-    @property
     def rest(self) -> TokenMatcher | None:
         return self._inner if self._is_over else self
-
-    def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
 
     def accept(self, token_id: int) -> bool:
         if self._is_exhausted:
             self._num_forced += 1
         self._num_tokens += 1
         self._read(self._token_bytes(token_id))
-        return self._inner is not None and self._inner.accept(token_id)
+        return super().accept(token_id)
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
         if self._is_exhausted:
             token_id = self._closing_ids[self._num_forced]
             mask[:] = 0
             mask[token_id // 32] = np.uint32(1) << np.uint32(token_id % 32)
-        elif self._inner is not None:
-            self._inner.fill(mask)
         else:
-            mask[:] = ALL_TOKENS
+            super().fill(mask)
 
     @property
     def _is_exhausted(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
@@ -53,8 +53,11 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
     return take
 
 
-class Inbox:
-    """The commands for an engine. One thread puts them in, the engine's thread takes them out."""
+class EngineChannel:
+    """A channel to an engine: its inbox, and in subclasses its outbox.
+
+    One thread puts commands in, the engine's thread takes them out.
+    """
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
@@ -81,20 +84,12 @@ class Inbox:
         """Return True if commands in the inbox end all these requests. Called many times within a step."""
         return bool(self._leaving) and bool(request_ids) and self._leaving.issuperset(request_ids)
 
-
-class EngineChannel(Protocol):
-    """The engine's side of a channel."""
-
-    def put(self, command: Command) -> None: ...
-
-    def receive(self, *, wait: bool) -> list[Command]: ...
-
-    def are_leaving(self, request_ids: Sequence[str]) -> bool: ...
-
-    def send(self, event: Event) -> None: ...
+    def send(self, event: Event) -> None:
+        """Hand an event to the front end. Never waits."""
+        raise NotImplementedError
 
 
-class RequestChannel(Inbox):
+class RequestChannel(EngineChannel):
     """A channel between this event loop and one other thread.
 
     Created on the event loop (asyncio or trio), on which `deliver` is called. A slow loop gets several steps at once.
@@ -108,7 +103,7 @@ class RequestChannel(Inbox):
         self._call_soon = threadsafe_call_soon()
 
     def send(self, event: Event) -> None:
-        """Hand an event to the event loop. Never waits. Events for a loop that has ended are dropped."""
+        """Hand an event to the event loop. Events for a loop that has ended are dropped."""
         self._outbox.append(event)
         if not self._wake_up_pending:
             self._wake_up_pending = True

@@ -1,6 +1,6 @@
 """The main function of an engine's process.
 
-    input thread    DEALER → msgpack → Inbox  commands
+    input thread    DEALER → msgpack → inbox  commands
     main thread     `engine.transport.client.run_loop`      loads the model and makes every step
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
@@ -30,7 +30,7 @@ from engine.child_main import ignore_signals
 from engine.commands import Command, Event, LoadingProgress, RequestsBegun
 from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
-from engine.transport.channel import Inbox
+from engine.transport.channel import EngineChannel
 from engine.transport.client import run_loop
 from engine.transport.wire import HEARTBEAT, NumberChecker, Numberer, Report, addresses, decoder
 
@@ -71,8 +71,8 @@ def serve_parent(build: Build) -> NoReturn:
     os._exit(0)
 
 
-class ProcessChannel(Inbox):
-    """An `engine.transport.channel.EngineChannel` to the front end, which has bound the sockets of these addresses."""
+class ProcessChannel(EngineChannel):
+    """The channel to the front end, which has bound the sockets of these addresses."""
 
     def __init__(self, down: str, up: str) -> None:
         super().__init__()
@@ -93,7 +93,6 @@ class ProcessChannel(Inbox):
         return setup
 
     def send(self, event: Event) -> None:
-        """Hand an event to the output thread. Never waits."""
         self._outbox.put(event)
 
     def report(self, phase: str, done: int, total: int | None) -> None:

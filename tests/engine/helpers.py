@@ -17,7 +17,7 @@ from engine.config import Clock, EngineConfig
 from engine.core.core import EngineCore
 from engine.costs.table import StepBudget, StepCostTable
 from engine.fairness import threadsafe_call_soon
-from engine.frontend.request_stream import FinishedRequest
+from engine.frontend.request_stream import FinishedRequest, Observer
 from engine.messages import EngineCoreOutput, EngineCoreRequest, ModelFacts, SamplingParams, SchedulerStats
 from engine.plan import SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
@@ -172,8 +172,8 @@ def sentencepiece_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-class RecordingObserver:
-    """An `engine.frontend.request_stream.Observer` that remembers everything."""
+class RecordingObserver(Observer):
+    """Remembers everything."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
@@ -198,8 +198,6 @@ class RecordingObserver:
 
     def on_request_finished(self, finished: FinishedRequest) -> None:
         self.finished.append(finished)
-
-    def on_delivery(self, seconds: float) -> None: ...
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:

@@ -30,6 +30,7 @@ from engine.messages import (
 )
 from engine.plan import ModelRunnerOutput
 from engine.structured.compiler import GrammarCompiler
+from engine.structured.matchers import TokenMatcher
 from tests.engine.helpers import (
     RecordingObserver,
     assert_nothing_left,
@@ -208,28 +209,17 @@ def test_a_plan_made_on_more_tokens_than_come_is_right_all_the_same() -> None:
     assert_nothing_left(core)
 
 
-class Reads:
-    """A `TokenMatcher` that notes what it reads; complete with token 9, broken by token 8."""
-
-    is_ready = True
-    refusal = None
+class Reads(TokenMatcher):
+    """A matcher that notes what it reads; complete with token 9, broken by token 8."""
 
     def __init__(self) -> None:
-        self.error: str | None = None
+        super().__init__()
         self.read: list[int] = []
 
     def accept(self, token_id: int) -> bool:
         self.read.append(token_id)
-        self.error = "broken" if token_id == 8 else None
+        self._error = "broken" if token_id == 8 else None
         return token_id == 9
-
-    def close(self) -> None: ...
-
-    @property
-    def rest(self) -> Reads:
-        return self
-
-    def fill(self, mask: object) -> None: ...
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-# Paths that clients may try, and that would otherwise be taken for a wrong method of another.
+# Paths that are not served, but would match a route with another method.
 NOT_OFFERED = {
     "/v1/responses/compact": "Responses are not compacted here: send a shorter conversation, or truncation: auto."
 }
@@ -53,9 +53,9 @@ ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
 
 def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
-    """The server's ASGI application. It answers at once; the model loads in the background of its lifespan.
+    """Make the server's ASGI application. It answers at once; the model loads in the background of its lifespan.
 
-    Where the port is shared, by a socket that was `inherited` or by `reuse_port`, others answer: it is opened when the
+    If the port is shared with other servers, by a socket that was `inherited` or by `reuse_port`, it is opened when the
     model is loaded and closed when the drain begins.
     """
     configure_logging(settings)
@@ -82,12 +82,12 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
     admin_route = partial(route, access=Access.ADMIN)
 
     async def answer_http_exception(request: Request, error: Exception) -> Response:
-        # All that Starlette asks of a response is that it is an ASGI application.
+        # Starlette requires only that a response is an ASGI application.
         return cast(Response, refuse(_in_own_words(request, error)))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        # Here and not earlier: only now is the worker imported that serves this application.
+        # Not earlier: Hypercorn imports the worker that serves this application just before the lifespan.
         patch_hypercorn(guard)
         outlive_lack_of_descriptors()
         drain_before_shutdown(shutdown.wait_and_drain, guard)
@@ -105,12 +105,12 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
                 if shares_port:
                     await _loaded_or_ended(server, shutdown)
                 yield
-                # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.
+                # A step or a loading thread cannot be interrupted, and must not keep the process if it hangs.
                 last_resort = threading.Timer(ENGINE_END_SECONDS, _end_without_engine)
                 last_resort.daemon = True
                 last_resort.start()
                 task_group.cancel_scope.cancel()
-        except Exception as error:  # of a task that the server is nothing without
+        except Exception as error:  # a task that the server needs has failed
             end_process(error)
         last_resort.cancel()
         await to_thread.run_sync(server.tracer.close)
@@ -174,25 +174,24 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
-    application.state.server = server  # for who serves it without Hypercorn
-    # A path with a slash too many is not found. Starlette would redirect to whatever the Host header says.
+    application.state.server = server  # for Ray Serve
+    # A path with an extra slash is not found. Starlette would redirect to the address in the Host header.
     application.router.redirect_slashes = False
     return application
 
 
 def end_process(error: BaseException) -> NoReturn:
-    """Say why on the last line, and end the server with a status that is not 0.
+    """Write the error as the last line, and end the process with status 1.
 
-    Neither Hypercorn nor ASGI has a way for an application that has started to end the server with a failure: an
-    exception from the lifespan is logged and the server goes on without it. A supervisor must see that this is
-    over, so the process ends here.
+    Neither Hypercorn nor ASGI lets an application that has started end the server with a failure: an exception of the
+    lifespan is logged, and the server goes on without it. A supervisor must see the failure.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if not isinstance(error, HeadraceError):
         logger.error("The server has failed", exc_info=error)
     elif error.__cause__ is not None:
-        # Of an operator's mistake the last line tells everything.
+        # For a wrong setting the last line says everything.
         level = logging.DEBUG if isinstance(error, SettingsError | ConfigError) else logging.ERROR
         logger.log(level, "%s", error, exc_info=error.__cause__)
     words = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
@@ -204,7 +203,7 @@ def end_process(error: BaseException) -> NoReturn:
 
 
 async def _loaded_or_ended(server: Server, shutdown: Shutdown) -> None:
-    """Wait for the model. If the end is asked for before, the port is not even opened."""
+    """Wait until the model is loaded. End the process if a shutdown is requested before."""
 
     async def end_when_asked() -> None:
         await shutdown.wait_asked()
@@ -219,14 +218,14 @@ async def _loaded_or_ended(server: Server, shutdown: Shutdown) -> None:
 
 
 def _end_without_engine() -> None:
-    """The stop was asked for and every client has had its answer, so this is no failure."""
-    logger.warning("The engine has not ended within %g s; ending without it", ENGINE_END_SECONDS)
+    """End the process with status 0: the shutdown was requested, and every client has its answer."""
+    logger.warning("The engine did not end within %g s of the drain; the server ends without it", ENGINE_END_SECONDS)
     logging.shutdown()
     os._exit(0)
 
 
 def _in_own_words(request: Request, error: Exception) -> ApiError:
-    """What Starlette refuses by itself (unknown path, wrong method)."""
+    """Return the error for a request that Starlette refuses: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     if (words := NOT_OFFERED.get(request.scope["path"])) is not None:
         return ApiError(404, words)

@@ -34,15 +34,15 @@ _NAMES = list(Settings.model_fields)
 SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("host") :]) | {
     *("engine", "served_model_name", "check_model_name", "tool_parser", "reasoning_parser"),
 }
-"""Settings that only a server reads."""
+"""The settings that only a server reads."""
 
 
 class LLM(engine.frontend.llm.LLM):
     """A loaded model. Threads may share it: calls of `generate` that overlap run together, as one batch."""
 
     def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:
-        """Fetch the model where it is missing, and load it. `settings` are those of the server, by name; what is not
-        given comes from the environment and the settings file, as for the server.
+        """Fetch the model if it is missing, and load it. `settings` are the server's, by name; the others come from the
+        environment and the settings file, as for the server.
 
         Raises SettingsError naming the setting, and ModelError for files that cannot be run.
         """
@@ -87,12 +87,12 @@ class LLM(engine.frontend.llm.LLM):
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
-# What a terminal shows of slow work: fetching and loading a model, generating for a list of prompts.
+# Progress bars in a terminal, for fetching and loading a model and for generating.
 
 
 @contextmanager
 def loading() -> Iterator[Progress]:
-    """Shows slow steps as bars in a terminal, and as one line per step elsewhere."""
+    """Show slow steps as bars in a terminal, and as one line per step elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
@@ -114,7 +114,7 @@ def loading() -> Iterator[Progress]:
 
 @contextmanager
 def generating(num_prompts: int) -> Iterator[OnStep]:
-    """A bar of finished prompts, with the speed; the block's value is told after each step."""
+    """Show a bar of finished prompts with the speed. Yields a function to call after each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 

@@ -24,26 +24,27 @@ from engine.child_main import end_when_stopped
 from engine.costs.table import StepCostTable
 from engine.routing.router import MAX_QUEUED_SECONDS, Router, wanted_engines
 
-# A proxy hands on a request's head before it has its body. So a prompt is as long as this, in tokens, and begins like
-# those of its session.
+# A proxy places a request before it has the body. So each prompt is assumed to have this many tokens and to begin like
+# the other prompts of its session.
 PROMPT_TOKENS = 512
 
 
 class QueuedSeconds:
-    """As many replicas as it takes for nobody to wait for longer than `max_queued_seconds`, by what replicas expect."""
+    """The scaling policy: so many replicas that no request is expected to wait for longer than `max_queued_seconds`."""
 
     def __init__(self, max_queued_seconds: float = MAX_QUEUED_SECONDS) -> None:
         self._max_queued_seconds = max_queued_seconds
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        told = context.aggregated_metrics or {}
-        queued, running = (sum(told.get(name, {}).values()) for name in ("queued_seconds", "running_share"))
+        metrics = context.aggregated_metrics or {}
+        queued, running = (sum(metrics.get(name, {}).values()) for name in ("queued_seconds", "running_share"))
         return wanted_engines(queued, running, self._max_queued_seconds), {}
 
 
 class HeadraceRouter(RequestRouter):
-    """Requests of one session go where its beginnings are cached, unless there is much to do; all others where least is
-    to do, in seconds by each replica's own costs. Every proxy counts what it has sent itself."""
+    """The routing policy: a request goes to the replica that has cached its session, unless that has much work, and
+    otherwise to the replica with the least work, in seconds by the replica's own step costs. Each proxy counts only the
+    requests that it has sent."""
 
     def initialize_state(self, max_num_seqs: int = 64, max_replicas: int = 1024) -> None:
         """`max_num_seqs`: running slots of a replica."""
@@ -52,7 +53,7 @@ class HeadraceRouter(RequestRouter):
         self._unused = list(range(max_replicas))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called with all there are whenever one comes, goes, or says something new of itself."""
+        """Take over the present replicas and their step costs. Called at every change."""
         super().update_replicas(replicas)
         for replica in replicas:
             if replica.replica_id not in self._numbers:
@@ -69,14 +70,14 @@ class HeadraceRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best one, then all others: where it cannot be reached, any will do."""
+        """Return the best replica, then all others, for the case that it cannot be reached."""
         by_number = {
             self._numbers[each.replica_id]: each for each in candidate_replicas if each.replica_id in self._numbers
         }
         if pending_request is None or not by_number:
             return [candidate_replicas]
         request_id, session_id = pending_request.metadata.internal_request_id, pending_request.metadata.session_id
-        self._policy.ended(request_id, by_itself=False)  # it was sent to one that has refused it
+        self._policy.ended(request_id, by_itself=False)  # it may have been refused by another replica
         pending_request.future.add_done_callback(partial(self._forget_cancelled, request_id))
         prompt = hashlib.sha256((session_id or request_id).encode()).digest() * (PROMPT_TOKENS // 32)
         best = by_number[self._policy.choose([request_id], prompt, list(by_number))]
@@ -86,7 +87,7 @@ class HeadraceRouter(RequestRouter):
         self._policy.ended(internal_request_id, by_itself=True)
 
     def _forget_cancelled(self, request_id: str, placed: Future[RunningReplica]) -> None:
-        """Of a client that has left before a replica was found, Serve says nothing more."""
+        """Forget a request if its client left before a replica was found; Serve does not report its end."""
         if placed.cancelled():
             self._policy.ended(request_id, by_itself=False)
 
@@ -100,17 +101,18 @@ class HeadraceRouter(RequestRouter):
 # --------------------------------------------------------------------------------------------------------- serve on ray
 # Headrace as an application of Ray Serve: a replica is a whole server without a port, behind Serve's proxies.
 #
-# `deploy/ray/serve.yaml` names `build`. Serve checks a replica's health by `/livez`, and sends it no request before its
-# model is loaded. The policies above choose the replica of a request and the number of replicas. Needs the extra `ray`.
+# `deploy/ray/serve.yaml` names `build`. Serve checks a replica's health by `check_health`, and sends it no request
+# before its model is loaded. The policies above choose the replica of a request and the number of replicas. Needs the
+# extra `ray`.
 
 
-DRAIN_MARGIN = 5.0  # seconds beyond `drain_timeout` until Serve kills a replica that it has told to end
-NO_LIMIT = 100_000  # of Serve's own: `max_queued_requests` refuses, with a Retry-After
+DRAIN_MARGIN = 5.0  # seconds after `drain_timeout` until Serve kills a replica that it has asked to end
+NO_LIMIT = 100_000  # requests; Headrace's own `max_queued_requests` refuses with a Retry-After
 
 
 @serve.ingress()
 class Replica:
-    """One server, made of settings as a TOML file has them. The environment has the others: keys belong there."""
+    """One server. `settings` are as in a TOML file; others, such as keys, come from the environment."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -122,24 +124,24 @@ class Replica:
         return application
 
     async def check_health(self) -> None:
-        """Raises if `/livez` would say 503. Serve asks a first time before it sends requests."""
+        """Raise RuntimeError if the engine makes no progress. Serve calls it before it sends the first request."""
         await self._server.loaded.wait()
         if not self._server.is_alive:
             raise RuntimeError("the engine makes no progress")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `QueuedSeconds`."""
+        """Return the metrics of `QueuedSeconds`."""
         return {"queued_seconds": self._server.admission.queued_seconds, "running_share": self._server.running_share}
 
     def record_routing_stats(self) -> dict[str, str]:
-        """For `HeadraceRouter`."""
+        """Return the step costs for `HeadraceRouter`."""
         costs = self._server.admission.wait.costs
         return {} if costs is None else {"step_costs": costs.to_json().decode()}
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """What Serve runs. `arguments` are Headrace's settings; what Serve itself is told of deployments goes before the
-    defaults here. Raises `SettingsError`."""
+    """Return the application that Serve runs. `arguments` are Headrace's settings; Serve's own configuration of the
+    deployment overrides the defaults here. Raises `SettingsError`."""
     settings = check_settings({name: Given(value, _spelled(name)) for name, value in arguments.items()})
     deployment = serve.deployment(
         name="headrace",

@@ -1,6 +1,6 @@
-"""What an engine is told of the settings, and what is told of an engine: a simulated one is made of the same.
+"""The engine's configuration and its public description, made from settings and a model.
 
-An `engine` here is an executor, an `EngineInfo` or a `Machine` of the simulator.
+An `engine` here is an executor, an `EngineReady` or a `Machine` of the simulator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from app.config.settings import Settings
 from engine.config import EngineConfig
 from engine.messages import FACTS_OF_PLANS
 
-# What a server may say of its settings: no secrets, no paths, no addresses.
+# The settings that /server_info shows: no secrets, no paths, no addresses.
 SHOWN_SETTINGS = (
     *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
     *("max_data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor"),
@@ -23,7 +23,7 @@ SHOWN_SETTINGS = (
 
 
 def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
-    """What its core is made with. `more` are fields of which the settings say nothing."""
+    """Return the configuration of an engine's core. `more` are fields that come from neither settings nor engine."""
     return EngineConfig(
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -38,7 +38,7 @@ def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
 
 
 def describe(engine: Any, settings: Settings) -> dict[str, Any]:
-    """With what its steps cost, all that a simulation needs of it: JSON."""
+    """Return the description of an engine, as JSON. With its step costs it is all that a simulation needs."""
     return {
         "models": list(settings.model_names),
         "max_model_len": engine.max_model_len,

@@ -1,6 +1,6 @@
 """Generation, embeddings and tokens: handlers made from the dialects' records.
 
-A dialect whose answers depend on more than their request brings handlers of its own, in `app.routes`.
+A dialect with answers that depend on more than their request has its own handlers in `app.routes`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from protocol.request_fields import RequestFields
 
 
 def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
-    """Paths and the handlers of POST."""
+    """Yield the paths of the dialects with their POST handlers."""
     for dialect in DIALECTS:
         for generation in dialect.generation:
             yield generation.path, partial(_answer, generation)
@@ -67,7 +67,7 @@ async def _count(model: type[RequestFields], server: Server, request: RequestSco
 async def _translated(
     server: Server, request: RequestScope, model: type[RequestFields]
 ) -> tuple[RequestFields, GenerationRequest]:
-    defaults = server.model.default_sampling  # before anything is read for nothing
+    defaults = server.model.default_sampling  # raises while no model is loaded, before the body is parsed
 
     def read() -> tuple[RequestFields, GenerationRequest]:
         given = parse_body(model, request.body)
@@ -82,11 +82,11 @@ async def _translated(
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
-# Tokenization and /tokenizer_info. They need the tokenizer and no engine.
+# Tokenization and /tokenizer_info, which need the tokenizer and no engine.
 
 
 async def tokenize(server: Server, request: RequestScope) -> None:
-    """POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
+    """POST /tokenize: the token ids of a text, or of a conversation in the chat template's form."""
     body = await server.workload.read(request, lambda: parse_tokenize(request.body))
     await warn_of_left_out(server, request, body, body)
     server.check_model_name(body.model)
@@ -108,13 +108,13 @@ async def tokenize(server: Server, request: RequestScope) -> None:
 
 
 async def tokenizer_info(server: Server, request: RequestScope) -> None:
-    """GET /tokenizer_info, where the operator wants it."""
+    """GET /tokenizer_info, if the setting `enable_tokenizer_info_endpoint` is on."""
     info = server.model.tokenizer_info
     await request.send_json(200, await to_thread.run_sync(orjson.dumps, info))  # it may list very many tokens
 
 
 async def detokenize(server: Server, request: RequestScope) -> None:
-    """POST /detokenize."""
+    """POST /detokenize: the text of token ids."""
     body = await server.workload.read(request, lambda: parse_body(DetokenizeRequest, request.body))
     server.check_model_name(body.model)
     model = server.model
@@ -127,11 +127,10 @@ async def detokenize(server: Server, request: RequestScope) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- embeddings
-# Embeddings.
 
 
 async def embeddings(server: Server, request: RequestScope) -> None:
-    """Embed every input of a body; each is a request of its own to the engine and generates nothing."""
+    """POST /v1/embeddings: embed every input, each as a request to the engine that generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
     await warn_of_left_out(server, request, body)
     model = server.model

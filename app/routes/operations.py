@@ -32,11 +32,11 @@ from protocol.registry import AbortRequest, ConfigureLogging
 T = TypeVar("T")
 
 PROFILED_STEPS, MOST_PROFILED_STEPS = 100, 1000
-ANSWER_SECONDS = 10.0  # that an engine in the middle of a step has to end it and tell what it looks like
+ANSWER_SECONDS = 10.0  # the time that an engine has to end its step and answer
 
 
 async def server_info(server: Server, request: RequestScope) -> None:
-    """GET /server_info: version, model, engine info, settings, load."""
+    """GET /server_info: the version, model, engine info, settings and load."""
     model = server.model
     info = {
         "version": VERSION,
@@ -54,7 +54,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
 
 
 async def engine_state(server: Server, request: RequestScope) -> None:
-    """GET /engine_state: what each engine has to do, holds and has done lately."""
+    """GET /engine_state: a snapshot of each engine: requests, blocks and latest steps."""
     engines = await _in_time(server.model.llm.query(GetSnapshot()))
     await request.send_json(200, encode(answers.EngineState(cast(Any, engines))))
 
@@ -62,16 +62,16 @@ async def engine_state(server: Server, request: RequestScope) -> None:
 async def _in_time(answers: Awaitable[T]) -> T:
     with anyio.move_on_after(ANSWER_SECONDS):
         return await answers
-    raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s.")
+    raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s. Try again later.")
 
 
 async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
-    """POST /reset_prefix_cache, for measurements that must begin cold. Raises ApiError 400 where more is asked for."""
+    """POST /reset_prefix_cache, for measurements that must begin cold. Raises ApiError 400 for `reset_external`."""
     if request.query().get("reset_external", ["false"])[-1].lower() not in ("false", "0"):
         raise ApiError(
             400,
-            "reset_external: what kv_cache_dir and kv_cache_ram keep cannot be forgotten by request; leave it out, or "
-            "start with an empty kv_cache_dir.",
+            "reset_external: allowed: false. The blocks in kv_cache_dir and kv_cache_ram cannot be dropped by request; "
+            "start the server with an empty kv_cache_dir.",
             param="reset_external",
         )
     server.model.llm.send(ResetPrefixCache())
@@ -79,15 +79,15 @@ async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
 
 
 async def abort_requests(server: Server, request: RequestScope) -> None:
-    """POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
+    """POST /abort_requests: end requests of any tenant by their ids. Unknown ids are ignored."""
     body = await parse(server, AbortRequest, request)
     aborted = server.abort(frozenset(body.request_ids), but=request)
     await request.send_json(200, encode(answers.Aborted(aborted)))
 
 
 async def start_profile(server: Server, request: RequestScope) -> None:
-    """POST /start_profile?num_steps=100: record what each engine does in its next steps. Whatever body comes is passed
-    over: benchmarks of other servers send their first prompt. Raises ApiError 400 for another number of steps."""
+    """POST /start_profile?num_steps=100: profile the next steps of each engine. The body is ignored: benchmarks of
+    other servers send their first prompt. Raises ApiError 400 for a wrong number of steps."""
     given = request.query().get("num_steps", [str(PROFILED_STEPS)])[-1]
     num_steps = int(given) if given.isascii() and given.isdecimal() and len(given) < 9 else 0
     if not 1 <= num_steps <= MOST_PROFILED_STEPS:
@@ -101,18 +101,17 @@ async def start_profile(server: Server, request: RequestScope) -> None:
 
 
 async def stop_profile(server: Server, request: RequestScope) -> None:
-    """POST /stop_profile: what was recorded since, as a Chrome trace. Raises ApiError 409 if that is nothing or too
-    much."""
+    """POST /stop_profile: the profile as a Chrome trace. Raises ApiError 409 if it is empty or too large."""
     profiles = await _in_time(server.model.llm.query(StopProfile()))
     if not any(profile.num_steps for profile in profiles.values()):
-        raise ApiError(409, "No step was recorded: POST /start_profile, let the server work, and stop then.")
+        raise ApiError(409, "No step was recorded. POST /start_profile, send requests, then POST /stop_profile.")
     if any(profile.is_too_large for profile in profiles.values()):
-        raise ApiError(409, "What was recorded is too much for an answer, and dropped: record fewer steps.")
+        raise ApiError(409, "The profile is too large for an answer and was dropped. Record fewer steps.")
     await request.send_json(200, await anyio.to_thread.run_sync(_as_trace, profiles))
 
 
 def _as_trace(profiles: Mapping[int, Profile]) -> bytes:
-    """One trace of all engines, each a process of its own."""
+    """Return one trace of all engines, each as a process of its own."""
     events: list[dict[str, Any]] = []
     for engine, profile in profiles.items():
         events += (event | {"pid": engine} for event in orjson.loads(profile.events))
@@ -121,7 +120,7 @@ def _as_trace(profiles: Mapping[int, Profile]) -> bytes:
 
 
 async def configure_logging(server: Server, request: RequestScope) -> None:
-    """POST /configure_logging: the server logs from another severity on, until it ends."""
+    """POST /configure_logging: set the least severity that is logged, until the server ends."""
     body = await parse(server, ConfigureLogging, request)
     change_level(body.log_level)
     if server.phase is ServerPhase.READY:
@@ -130,14 +129,14 @@ async def configure_logging(server: Server, request: RequestScope) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- probes
-# /livez, /readyz, /startupz, /health, /ping, /load, /version and /metrics. They cost no token and touch nothing but
-# memory.
+# /livez, /readyz, /startupz, /health, /ping, /load, /version and /metrics. They read only memory and compute no token.
 #
 # /livez     is the process worth keeping?   503 once the engine has failed, and while no engine runs
-# /readyz    should it get traffic?          200 while tokens can be made; ?exclude=queue_full: with a full queue, too
-# /startupz  is it still starting?           200 once the model is loaded; the body says how far it is
+# /readyz    should it get traffic?          200 while requests are admitted; ?exclude=queue_full: with a full queue,
+# too
+# /startupz  is it still starting?           200 once the model is loaded; the body has the progress
 # /health    vLLM's name for /readyz, with an empty body; /ping is SageMaker's, with GET and POST
-# /load      how many requests are being answered
+# /load      the number of requests that are being answered
 
 
 VERSION = metadata.version("headrace")
@@ -174,16 +173,16 @@ async def show_version(server: Server, request: RequestScope) -> None:
 
 
 async def metrics(server: Server, request: RequestScope) -> None:
-    by_tenant = request.tenant is ANONYMOUS or not server.tenants.administered  # else it is a client who asks
+    by_tenant = request.tenant is ANONYMOUS or not server.tenants.administered  # else the key is a client's
     await request.send_body(200, server.metrics.render(by_tenant=by_tenant), CONTENT_TYPE)
 
 
 # ------------------------------------------------------------------------------------------------------------ catalogue
-# GET /v1/models and /v1/models/{id}: what is served here, in the words of whoever asks.
+# GET /v1/models and /v1/models/{id}: the served models, in the form of the client's dialect.
 
 
 async def list_models(server: Server, request: RequestScope) -> None:
-    """GET /v1/models."""
+    """GET /v1/models: all served models."""
     cards = [_card(server, request, name) for name in server.settings.model_names]
     is_page = request.dialect is ANTHROPIC
     await request.send_json(200, model_page(cards, request.query()) if is_page else encode(ModelList(data=cards)))
@@ -213,11 +212,11 @@ def _card(server: Server, request: RequestScope, name: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
-# GET /v1/requests/{id}/timeline: what happened to one of the last requests.
+# GET /v1/requests/{id}/timeline: the events of one of the last requests.
 
 
 async def timeline(server: Server, request: RequestScope) -> None:
-    """GET /v1/requests/{id}/timeline. The id is the one in the x-request-id header of the answer."""
+    """GET /v1/requests/{id}/timeline. The id is that of the answer's header x-request-id."""
     found = server.timelines.find(request.path_params["id"], request.tenant.name)
     if found is None:
         raise ApiError(

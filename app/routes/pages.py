@@ -48,7 +48,7 @@ class _File(NamedTuple):
 
 
 class PageFiles:
-    """`read` gives the page's files by name; they are called on a thread, once."""
+    """The files of a page. `read` returns them by name; it is called once, on a thread."""
 
     def __init__(self, read: Callable[[], Mapping[str, bytes]], policy: str = SAME_ORIGIN) -> None:
         self._read = read
@@ -62,7 +62,7 @@ class PageFiles:
         }
 
     async def send(self, request: RequestScope, name: str) -> None:
-        """Answer with a file, or 304 where the browser has it. Raises ApiError 404."""
+        """Answer with a file, or with 304 if the browser has it. Raises ApiError 404."""
         if self._files is None:
             self._files = await to_thread.run_sync(self._load)
         if (file := self._files.get(name)) is None:
@@ -88,19 +88,19 @@ class PageFiles:
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """The files that a page is made of."""
+    """Return the files of a page by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in TYPES}
 
 
 # ------------------------------------------------------------------------------------------------------------ documents
-# /openapi.json and /docs: what can be asked here, for programs and for people. Made when they are first asked for.
+# /openapi.json and /docs: the description of the API, for programs and for people. Made at the first request.
 
 
 _OF_SWAGGER_UI = ("swagger-ui-bundle.js", "swagger-ui.css")
 
 
 def _files() -> dict[str, bytes]:
-    """The page's own files, and Swagger UI's out of its package, of which no Python is run."""
+    """Return the page's own files, and those of Swagger UI from its package, without running its Python."""
     package = find_spec("swagger_ui")
     assert package is not None
     assert package.origin is not None
@@ -114,17 +114,17 @@ _PAGE = PageFiles(_files, SAME_ORIGIN)
 
 
 async def openapi(server: Server, request: RequestScope) -> None:
-    """GET /openapi.json."""
+    """GET /openapi.json: the description for programs."""
     sampling: dict[str, float | None] = {}
-    with suppress(ApiError):  # while the model is loaded, it is not known yet what its authors recommend
+    with suppress(ApiError):  # before the model is loaded, the recommendations of its authors are not known
         sampling |= server.model.default_sampling
-    sampling.pop("max_tokens", None)  # for which some APIs have a default of their own
+    sampling.pop("max_tokens", None)  # some APIs have their own default
     given = (server.settings.enable_tokenizer_info_endpoint, server.tenants.administered, *sampling.items())
     await request.send_json(200, await to_thread.run_sync(_description, *given))
 
 
 async def docs(server: Server, request: RequestScope) -> None:
-    """GET /docs: Swagger UI, with nothing from elsewhere."""
+    """GET /docs: Swagger UI, without files of other hosts."""
     await _PAGE.send(request, "index.html")
 
 
@@ -140,7 +140,7 @@ def _description(tokenizer_info: bool, administered: bool, *sampling: tuple[str,
 
 
 # ------------------------------------------------------------------------------------------------------------ dashboard
-# /dashboard and what it shows, and / for whoever opens the server's address in a browser.
+# /dashboard with its data, and / for browsers.
 
 
 _FILES = PageFiles(lambda: read_folder(Path(__file__).parents[1] / "dashboard" / "page"))
@@ -148,14 +148,14 @@ KEEP_ALIVE = (15.0, b": nothing new\n\n")
 
 
 async def home(server: Server, request: RequestScope) -> None:
-    """GET /: a person arrives at the dashboard; programs are told what they always were."""
+    """GET /: redirect browsers to the dashboard. Raises ApiError 404 for programs."""
     if not wants_page(request.asgi_scope):
         raise ApiError(404, "There is nothing at '/'.")
     await request.send_body(303, b"", "text/plain", {"location": "dashboard", "vary": "accept"})
 
 
 async def page(server: Server, request: RequestScope) -> None:
-    """GET /dashboard: the page itself, which holds nothing."""
+    """GET /dashboard: the page itself, without data."""
     await _FILES.send(request, "index.html")
 
 
@@ -165,7 +165,7 @@ async def file(server: Server, request: RequestScope) -> None:
 
 
 async def frames(feed: Feed, server: Server, request: RequestScope) -> None:
-    """GET /dashboard/frames: server-sent events, as long as somebody looks."""
+    """GET /dashboard/frames: the live frames as server-sent events, until the client leaves."""
     with feed.page() as events:
 
         async def last_event(error: ApiError) -> bytes:
@@ -178,5 +178,5 @@ async def frames(feed: Feed, server: Server, request: RequestScope) -> None:
 
 
 async def simulation(simulator: Simulator, server: Server, request: RequestScope) -> None:
-    """POST /dashboard/simulation: a piece of a simulation."""
+    """POST /dashboard/simulation: one slice of a simulation."""
     await request.send_json(200, await simulator.answer(request.body))

@@ -38,7 +38,7 @@ _CANCELLED_BY_ANOTHER = ApiError(
 
 
 async def create(server: Server, request: RequestScope) -> None:
-    """POST /v1/responses."""
+    """POST /v1/responses: generate a response."""
     body = await parse(server, ResponsesRequest, request)
     stores = _stores(server, body)
     previous = _previous(server, request, body)
@@ -97,7 +97,7 @@ async def create(server: Server, request: RequestScope) -> None:
             lambda scope: generate(server, scope, task),
             lambda: server.responses.end(head.id, running),
         )
-    except ApiError:  # it was never there
+    except ApiError:  # it was refused before it began
         server.responses.delete(request.tenant.name, head.id)
         raise
     request.warning = background.warning
@@ -108,7 +108,7 @@ async def create(server: Server, request: RequestScope) -> None:
 
 
 async def input_tokens(server: Server, request: RequestScope) -> None:
-    """POST /v1/responses/input_tokens."""
+    """POST /v1/responses/input_tokens: count the tokens of a prompt."""
     body = await parse(server, InputTokensRequest, request)
     server.check_model_name(body.model)
     previous = _previous(server, request, body)
@@ -123,7 +123,7 @@ async def input_tokens(server: Server, request: RequestScope) -> None:
 
 
 async def retrieve(server: Server, request: RequestScope) -> None:
-    """GET /v1/responses/{id}. A response that is being made is told as far as it is."""
+    """GET /v1/responses/{id}. A response that is being generated is returned as far as it is complete."""
     query = _query(request)
     found = server.responses.find_running(request.tenant.name, request.path_params["id"]) or _stored(server, request)
     if query.get("stream", "false").lower() != "false":
@@ -137,7 +137,7 @@ async def retrieve(server: Server, request: RequestScope) -> None:
 
 
 async def delete(server: Server, request: RequestScope) -> None:
-    """DELETE /v1/responses/{id}. One that is made in the background ends."""
+    """DELETE /v1/responses/{id}. A running background response is ended."""
     response_id = request.path_params["id"]
     running = server.responses.find_running(request.tenant.name, response_id)
     if running is not None and running.log is not None:
@@ -150,9 +150,9 @@ async def delete(server: Server, request: RequestScope) -> None:
 
 
 async def cancel(server: Server, request: RequestScope) -> None:
-    """POST /v1/responses/{id}/cancel: ends a response that is being made, whoever waits for it.
+    """POST /v1/responses/{id}/cancel: end a response that is being generated, also one of another connection.
 
-    For one that was made in the background and has ended, there is nothing to be done.
+    A background response that has ended is returned unchanged.
     """
     tenant, response_id = request.tenant.name, request.path_params["id"]
     running = server.responses.find_running(tenant, response_id)
@@ -173,7 +173,7 @@ async def cancel(server: Server, request: RequestScope) -> None:
 
 
 async def input_items(server: Server, request: RequestScope) -> None:
-    """GET /v1/responses/{id}/input_items: all items that the response was made from."""
+    """GET /v1/responses/{id}/input_items: all items that the response was generated from."""
     query = _query(request)
     running = server.responses.find_running(request.tenant.name, request.path_params["id"])
     context = running.context if running is not None and running.log is not None else _stored(server, request).context
@@ -184,7 +184,8 @@ async def input_items(server: Server, request: RequestScope) -> None:
 
 
 def _stores(server: Server, body: ResponsesRequest) -> bool:
-    """Whether the response is kept: unless the client or the operator does not want it. Raises ApiError 400."""
+    """Return True if the response is to be kept. Raises ApiError 400 if the client asks for it and the server keeps
+    none."""
     if body.store and server.responses.is_off:
         raise ApiError(400, "store: true is not possible: this server keeps no responses.", param="store")
     stores = body.store is not False and not server.responses.is_off
@@ -194,7 +195,7 @@ def _stores(server: Server, body: ResponsesRequest) -> bool:
 
 
 def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -> StoredResponse | None:
-    """The response that this one continues, if it does. Raises ApiError 400 if that is not kept."""
+    """Return the response that this one continues, or None. Raises ApiError 400 if that response is not kept."""
     if body.previous_response_id is None:
         return None
     previous = server.responses.find(request.tenant.name, body.previous_response_id)
@@ -203,7 +204,7 @@ def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -
         given = shown(body.previous_response_id)
         raise ApiError(
             400,
-            f"previous_response_id: the response {given} has not ended yet."
+            f"previous_response_id: the response {given} has not ended yet; wait for its end."
             if is_running
             else f"previous_response_id: no response {given} is kept here; send the whole conversation.",
             param="previous_response_id",
@@ -213,7 +214,7 @@ def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -
 
 
 def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None) -> int:
-    """Bytes that have to be read again of what is stored; for items that are only referred to, as many as may be."""
+    """Return how many stored bytes must be parsed again; for references of unknown size, a large number."""
     if isinstance(body.input, list) and any(isinstance(item, ItemReference) for item in body.input):
         return INLINE_BODY_BYTES + 1
     return 0 if previous is None else previous.num_bytes
@@ -233,7 +234,7 @@ def _too_large(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def _starting_after(query: Mapping[str, str]) -> int:
-    """The number of the event after which a stream begins; -1 for the whole. Raises ApiError 400."""
+    """Return the number of the event after which a stream begins; -1 for the whole stream. Raises ApiError 400."""
     given = query.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", given):
         raise ApiError(
@@ -247,9 +248,9 @@ def _starting_after(query: Mapping[str, str]) -> int:
 def _conversation(
     server: Server, request: RequestScope, body: InputTokensRequest, previous: StoredResponse | None
 ) -> list[Item]:
-    """All items that the answer follows. Raises InvalidRequest for references to what is not kept."""
+    """Return all items that the answer follows. Raises InvalidRequest for references to items that are not kept."""
 
-    @cache  # many items of one response may be referred to
+    @cache  # there may be many references to items of one response
     def items_of(response_id: str) -> dict[str, dict[str, Any]]:
         stored = server.responses.find(request.tenant.name, response_id)
         return {} if stored is None else {item["id"]: item for item in stored.output()}
@@ -281,5 +282,5 @@ def _not_found(response_id: str) -> ApiError:
 
 
 def _query(request: RequestScope) -> Mapping[str, str]:
-    """The fields of the query; of one that comes twice, the last."""
+    """Return the fields of the query; of a repeated field, the last value."""
     return {name: values[-1] for name, values in request.query().items()}

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from app.observability.metrics import Metrics
-from app.serving.server import Phase
+from app.serving.server import ServerPhase
 
 BEGIN, END = "<!-- written by metrics_table.py -->\n", "<!-- end -->\n"
 UNITS = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "perc": "share, 0 to 1"}
@@ -38,7 +38,9 @@ def table() -> str:
     """All metrics of a server with the default prefix, as a table of Markdown."""
     metrics = Metrics("model")
     cache = {"block_size": "16", "num_gpu_blocks": "1024", "enable_prefix_caching": "True"}
-    metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, Phase, lambda phase: False, cache_config=lambda: cache)
+    metrics.show(
+        lambda: 0.0, lambda: 0.0, lambda tenant: 0, ServerPhase, lambda phase: False, cache_config=lambda: cache
+    )
     metrics.on_http_request("/v1/models", "GET", 200)
     metrics.on_expert_load([(0, 1.0)])
     lines = ["| name | type | labels | unit | series | |", "| --- | --- | --- | --- | --- | --- |"]

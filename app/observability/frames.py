@@ -1,30 +1,29 @@
-"""A frame: what the page shows of one engine at one moment, as JSON (of `msgspec.json.encode`).
+"""Frames: the state of one engine at one moment, as JSON (by `msgspec.json.encode`).
 
-Live, frames come of the engine's snapshots a few times a second; a recorded file is frames, one a line, and so is what
-the simulator makes. A frame tells of the steps that have ended since the frame before it, so frames that follow each
-other tell of every step once:
+The live page gets frames made from the engine's snapshots, a few times a second; a recording and a simulation have one
+frame per line. A frame has the steps that ended after the frame before it, so a sequence of frames has each step once:
 
     object    "frame"
     engine    number of the engine, 0 where there is one
     time      seconds of the engine's clock: the machine's monotonic one, or the simulation's
     limits    max_num_seqs, max_num_batched_tokens, target_inter_token_latency (seconds)
-    requests  the ids that steps speak of: there they are numbers, indices into this list
-    steps     those that have ended since the frame before, oldest first. Each has
+    requests  the ids of requests; steps have indices into this list
+    steps     the steps that ended after the frame before, oldest first. Each has
                 step     its number
                 time     when it began
-                seconds  until its result was there
+                seconds  until its result
                 outcome  "done", "abandoned" or "failed"
-                budget   how many prefill tokens it might have carried beside decodes
-                rows     [request, tokens computed, tokens that might be sampled] of each request in it; one that has
-                         more computed than sampled prefills, and with 0 sampled its prefill goes on
-                left     [request, why] of each that lost its running slot or ended since the step before: "preempted",
-                         "stop", "length", "abort", "error" or "timeout"
-    running   the first MOST_REQUESTS that run, as `engine.snapshot.RequestSnapshot`
-    waiting   the first MOST_REQUESTS that wait, in the order in which they would run; `waits_for` says why
-    num_running, num_waiting   all of them
-    tenants   `engine.snapshot.TenantSnapshot` of those that have most requests
+                budget   the number of prefill tokens that fit into it in addition to decodes
+                rows     [request, tokens computed, tokens sampled at most] of each request in it; a request with more
+                         computed than sampled is in prefill, and with 0 sampled its prefill continues
+                left     [request, reason] of each request that lost its running slot or ended after the step before:
+                         "preempted", "stop", "length", "abort", "error" or "timeout"
+    running   the first MOST_REQUESTS running requests, as `engine.snapshot.RequestSnapshot`
+    waiting   the first MOST_REQUESTS waiting requests, in the order in which they would run; `waits_for` has the reason
+    num_running, num_waiting   the numbers of all running and waiting requests
+    tenants   `engine.snapshot.TenantSnapshot` of the tenants with most requests
     blocks    `engine.snapshot.BlocksSnapshot`: the KV blocks by state, and as a map
-    service   what clients have seen since the frame before (`Service`), with the frame of the first engine only
+    service   the figures of clients since the frame before (`Service`), in frames of the first engine only
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ Frame = dict[str, Any]
 
 
 class Service(TypedDict):
-    """What clients have seen since the frame before."""
+    """The figures of clients since the frame before."""
 
-    first_tokens: list[float]  # seconds from arrival to first token, of each choice that got one
-    refused: Mapping[str, int]  # requests by the limit that refused them
+    first_tokens: list[float]  # seconds from arrival to first token of each choice that got one
+    refused: Mapping[str, int]  # the number of refused requests by limit
 
 
 def make_frame(
     snapshot: EngineSnapshot, *, engine: int = 0, after_step: int = 0, service: Service | None = None
 ) -> Frame:
-    """The frame of a snapshot. Steps up to number `after_step` are left out: a frame before has told of them."""
+    """Make the frame of a snapshot, without the steps up to number `after_step`, which are in an earlier frame."""
     numbers: dict[str, int] = {}
     steps = [_step(step, numbers) for step in snapshot.steps if step.step > after_step]
     return {

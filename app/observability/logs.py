@@ -1,10 +1,9 @@
-"""What the server says about itself while it runs: readable lines in a terminal, JSON elsewhere, on standard error.
+"""The log on standard error: readable lines in a terminal, JSON elsewhere, one line per request.
 
-`app` configures it once at start-up and routes log one line per request through `log_request`. What libraries log by
-the standard library (Hypercorn's start and error lines) comes out in the same form.
-
-Promises: no prompt, no output text and no key is logged: a `AccessRecord` has no field for them, and tracebacks carry
-no local variables. What a client chose (a path, a model name) cannot forge a line or move the cursor of a terminal.
+1. No prompt, output text or key is logged: an `AccessRecord` has no field for them, and tracebacks have no local
+   variables.
+2. Text of a client (a path, a model name) cannot forge a line or move the cursor of a terminal.
+3. Lines that libraries log by the standard library, such as Hypercorn's, have the same form.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-# structlog imports rich, where it finds it, for tracebacks that are not wanted here (they print local variables, and
-# those hold prompts): a tenth of the time until the server answers.
+# structlog imports rich, if it is installed, which takes a tenth of the time until the server answers. Its tracebacks
+# are not wanted: they print local variables, which hold prompts.
 _rich = sys.modules.get("rich")
 sys.modules["rich"] = None  # type: ignore[assignment]  # as if it were not installed
 import structlog  # noqa: E402
@@ -27,14 +26,14 @@ else:
     sys.modules["rich"] = _rich
 
 if TYPE_CHECKING:
-    from app.http.record import AccessRecord  # whose scope logs by this module
+    from app.http.record import AccessRecord
     from protocol.errors import ApiError
 
 request_logger = structlog.stdlib.get_logger("headrace.request")
 
 
 class LogSettings(Protocol):
-    """As `app.config.settings` has them."""
+    """The settings of the log, named as in `app.config.settings`."""
 
     @property
     def log_level(self) -> str: ...
@@ -44,10 +43,8 @@ class LogSettings(Protocol):
 
 
 def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
-    """Send every log line of this process to `stream` (standard error) in the form that the settings ask for.
-
-    May be called again: the last call counts.
-    """
+    """Write every log line of this process to `stream`, by default standard error, in the form that the settings ask
+    for. A later call replaces an earlier one."""
     stream = stream if stream is not None else sys.stderr
     readable = settings.log_format == "console" or (settings.log_format == "auto" and stream.isatty())
     shared: list[Processor] = [
@@ -84,12 +81,12 @@ def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> No
 
 
 def set_level(level: str) -> None:
-    """Log from this severity on: ``"debug"``."""
+    """Set the least severity that is logged, such as ``"debug"``."""
     logging.getLogger().setLevel(level.upper())
 
 
 def change_level(level: str) -> None:
-    """As `set_level`, and leave a line that tells so."""
+    """Set the level as `set_level` does, and log the change."""
     root = logging.getLogger()
     before = root.level
     set_level(level)
@@ -100,17 +97,17 @@ def change_level(level: str) -> None:
 
 
 def bind(**fields: object) -> None:
-    """Every line of this task, and of those that it starts, has these fields from now on."""
+    """Add fields to every later line of this task and of tasks that it starts."""
     structlog.contextvars.bind_contextvars(**fields)
 
 
 def bound() -> dict[str, Any]:
-    """What was bound here."""
+    """Return the fields that were bound in this task."""
     return structlog.contextvars.get_contextvars()
 
 
 def log_request(record: AccessRecord) -> None:
-    """Log one request that has ended, however it ended. What did not happen is left out."""
+    """Log one request that has ended. Fields that are None are left out."""
     to_first_token = record.seconds_to_first_token
     fields: dict[str, Any] = {
         "method": record.method,
@@ -126,7 +123,7 @@ def log_request(record: AccessRecord) -> None:
         "param": record.param,
         "request_id": record.request_id,
     }
-    # The level says whose fault it was: 5xx is ours.
+    # 5xx is the server's fault, all else is no error in its log.
     request_logger.log(
         logging.ERROR if record.status >= 500 else logging.INFO,
         _REQUEST,
@@ -154,7 +151,7 @@ _MOST_OF_A_PATH = 200  # characters; any client chooses them
 def _console(stream: TextIO) -> list[Processor]:
     return [
         _title_requests,
-        _escape_control_characters,  # JSON escapes them by itself
+        _escape_control_characters,  # which JSON does anyway
         structlog.dev.ConsoleRenderer(
             colors=stream.isatty(),
             sort_keys=False,
@@ -170,7 +167,7 @@ def _json() -> list[Processor]:
 
 
 def _title_requests(_: Any, __: str, event: EventDict) -> EventDict:
-    """For people, what was asked is the line's title; for machines it stays in two fields."""
+    """Make method and path the title of a request's line. JSON lines keep them in two fields."""
     if event["event"] == _REQUEST:
         event["event"] = f"{event.pop('method')} {event.pop('path')}"
         event.pop("logger", None)
@@ -185,10 +182,10 @@ def _escape_control_characters(_: Any, __: str, event: EventDict) -> EventDict:
 
 
 def _adopt(logger: logging.Logger, handler: logging.Handler) -> None:
-    """Route a logger's records to `handler` alone, whatever handlers it is given later.
+    """Route a logger's records to `handler` only, even if it gets other handlers later.
 
-    Hypercorn installs its own handler when it first logs, after the application was loaded, and leaves propagation on:
-    every line would come twice, once in its own form. A filter of the logger runs before any of its handlers.
+    Hypercorn installs its own handler at its first log line, after the application was loaded, and leaves propagation
+    on, so every line would appear twice. A filter of the logger runs before all its handlers.
     """
 
     def route(record: logging.LogRecord) -> bool:

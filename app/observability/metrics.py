@@ -1,13 +1,14 @@
 """The metrics of /metrics, under vLLM's names.
 
-There is one `Metrics` per server. The front end calls its `on_*` methods on the event loop; `on_step` and
-`on_inter_token` are the hot ones. Children of labelled metrics are bound once: looking one up costs more than counting.
+The front end calls the `on_*` methods on the event loop; `on_step` and `on_inter_token` are the hot ones. Children of
+labelled metrics are bound once, because looking one up costs more than counting. Accounting:
 
-Accounting: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
-it, aborts and errors included; its tokens are in the per-request histograms whatever the reason. `prompt_tokens_total`
-and `generation_tokens_total` are the sum of the usage of all accepted requests, those included: a prompt counts once,
-cached or not, with the first token or, where there never was one, with the end; generated tokens count as they come.
-What was computed for prompts, and computed again after a preemption, is `prompt_tokens_by_source_total`.
+1. An accepted request is counted exactly once in `request_success_total`, with the reason of its end, aborts and errors
+   included. Its tokens are in the per-request histograms whatever the reason.
+2. `prompt_tokens_total` and `generation_tokens_total` are the sum of the usage of all accepted requests. A prompt
+   counts once, cached or not, with its first token, or with the end if there is none; generated tokens count as they
+   come.
+3. `prompt_tokens_by_source_total` has the tokens computed for prompts, also again after a preemption.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "O
 class Metrics(Observer):
     """The counters of one server. Not thread-safe: call it from the event loop.
 
-    No series is made for what a client has made up: each label's values are known here, but for `handler`, a route's
-    template, and `tenant`, one of `tenants`. docs/metrics.md has them all.
+    No client can add a series: the values of each label are fixed here, except `handler`, a route's template, and
+    `tenant`, one of `tenants`. docs/metrics.md lists them.
     """
 
     def __init__(self, model_name: str, *, prefix: str = "vllm:", tenants: Iterable[str] = ("",)) -> None:
-        disable_created_metrics()  # a second series per counter that nobody asked for
+        disable_created_metrics()  # a second series per counter
         self._registry = CollectorRegistry()
         self._recent_first_tokens: deque[float] = deque(maxlen=1024)
         self._recent_rejections: Tally[str] = Tally()
@@ -101,7 +102,7 @@ class Metrics(Observer):
 
         def by(label: str, name: str, text: str, kinds: Iterable[K]) -> dict[K, Counter]:
             counters = Counter(prefix + name, text, (*labels, label), registry=self._registry)
-            # All exist from the start, so that a rate over them has a zero to begin from.
+            # All exist from the start, so that a rate begins at zero.
             return {kind: counters.labels(*values, str(kind)) for kind in kinds}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -114,8 +115,8 @@ class Metrics(Observer):
         self._cache_config = partial(
             CacheConfigCollector, prefix + "cache_config_info", dict(zip(labels, values, strict=True))
         )
-        # Gateways that route by adapter look for it; no adapters are served here.
-        text = "LoRA adapters that requests run with or wait for, told by the labels; the value is a Unix time."
+        # For gateways that route by adapter; no adapters are served here.
+        text = "LoRA adapters that requests run with or wait for, as labels; the value is a Unix time."
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         lora = Gauge(prefix + "lora_requests_info", text, adapters, registry=self._registry)
         lora.labels("0", "", "").set_to_current_time()
@@ -162,13 +163,13 @@ class Metrics(Observer):
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
-        text = "Until all who wait now have their first token, as far as is known."
+        text = "Estimated seconds until all waiting requests have their first token."
         self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
-        text = "How long the engine has had work and made no step."
+        text = "Seconds for which the engine has had work and made no step."
         self._stalled_seconds = Gauge("headrace:engine_stalled_seconds", text, registry=self._registry)
-        text = "1 for what the server is doing: starting, ready, leaving, stopping or failed."
+        text = "1 for the server's phase: starting, ready, leaving, stopping or failed."
         self._phase = Gauge("headrace:phase", text, ("phase",), registry=self._registry)
-        text = "How much longer than expected a request waited for its first token; negative: how much less."
+        text = "Wait of a request for its first token minus the expected wait."
         error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
         self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
         self._by_tenant = CollectorRegistry()
@@ -190,20 +191,20 @@ class Metrics(Observer):
             "loaded_bytes": by_tier("headrace:kv_tier_loaded_bytes", "Bytes that were loaded."),
             "load_seconds": by_tier("headrace:kv_tier_load_seconds", "Seconds of reading, checking and copying."),
             "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),
-            "store_seconds": by_tier("headrace:kv_tier_store_seconds", "Seconds of writing, beside the steps."),
+            "store_seconds": by_tier("headrace:kv_tier_store_seconds", "Seconds of writing, in parallel with steps."),
         }
-        text = "Bytes in a tier of the KV cache, as this server last looked."
+        text = "Bytes in a tier of the KV cache, at this server's last look."
         self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
         for tier in TIERS:
             self._on_tier(TierStats(tier=tier))
-        text = "Tokens that went to experts, each as often as it went to one, by layers with experts."
+        text = "Tokens routed to experts, counted once for each expert, by layer with experts."
         self._expert_tokens = Counter("headrace:expert_tokens", text, ("layer",), registry=self._registry)
-        text = "Tokens of a layer's most loaded expert in terms of the mean of all, lately."
+        text = "Recent tokens of a layer's most loaded expert divided by the mean of all."
         self._expert_imbalance = Gauge("headrace:expert_imbalance", text, ("layer",), registry=self._registry)
         text = "Requests with tools that this server does not support, by the type of tool."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
-        text = "Sampled traces that did not reach the collector, by what they were lost to."
+        text = "Sampled traces that did not reach the collector, by reason."
         lost = Counter("headrace:lost_traces", text, ("reason",), registry=self._registry)
         self._lost_traces = {reason: lost.labels(reason) for reason in get_args(Loss)}
         self._http = Counter(
@@ -234,7 +235,7 @@ class Metrics(Observer):
             self._step_tokens.observe(stats.computed_tokens)
 
     def on_expert_load(self, layers: Iterable[tuple[int, float]]) -> None:
-        """Of each layer with experts: their tokens, and how many times the mean of them the most loaded one had."""
+        """Count the tokens of each layer's experts, with the load of the most loaded expert divided by the mean."""
         for layer, (tokens, imbalance) in enumerate(layers):
             self._expert_tokens.labels(layer).inc(tokens)
             self._expert_imbalance.labels(layer).set(imbalance)
@@ -248,12 +249,12 @@ class Metrics(Observer):
         self._prompt_tokens.inc(tokens)
 
     def on_rejection(self, limit: Limit) -> None:
-        """A request was refused because a queue is full. It was never accepted and is in no other metric."""
+        """Count a request that was refused because a queue is full. It is in no other metric."""
         self._rejections[limit].inc()
         self._recent_rejections[limit] += 1
 
     def on_waited(self, waited: float, expected: float) -> None:
-        """A request got its first token after so many seconds, and had been expected to wait so many."""
+        """Record a request's seconds until its first token, and the estimate of them."""
         self._wait_error.observe(waited - expected)
 
     def show(
@@ -266,9 +267,9 @@ class Metrics(Observer):
         routing: Callable[[], RoutingStats | None] = lambda: None,
         cache_config: Callable[[], Mapping[str, str] | None] = lambda: None,
     ) -> None:
-        """What tells the levels, whenever somebody asks: how long the queue is, how long the engine has made no step,
-        how many choices of a tenant wait, whether the server is in one of its phases, how several engines share the
-        requests, and how the KV cache is divided, once a model is loaded."""
+        """Set the functions that are called at each scrape: seconds of queued work, seconds in which the engine made no
+        step, waiting choices of a tenant, whether the server is in a phase, the routing between engines, and the
+        labels of the KV cache, None before a model is loaded."""
         self._registry.register(RoutingCollector(routing))
         self._registry.register(self._cache_config(cache_config))
         self._queued_seconds.set_function(queued_seconds)
@@ -282,15 +283,15 @@ class Metrics(Observer):
         self._recent_first_tokens.append(seconds)
 
     def take_recent(self) -> tuple[list[float], dict[str, int]]:
-        """What has happened since this was asked before: seconds to first tokens, of the latest 1,024, and how many
-        requests each limit has refused."""
+        """Return and clear the figures since the last call: seconds to first token, of the latest 1,024, and refused
+        requests by limit."""
         recent = list(self._recent_first_tokens), dict(self._recent_rejections)
         self._recent_first_tokens.clear()
         self._recent_rejections.clear()
         return recent
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` further tokens came, each `seconds` after the one before it in its choice."""
+        """Record `count` tokens, each `seconds` after the token before it in its choice."""
         self._itl.observe(seconds, count)
 
     def on_request_finished(self, finished: FinishedRequest) -> None:
@@ -311,7 +312,7 @@ class Metrics(Observer):
                 self._mean_itl.observe(finished.decode_seconds / (finished.longest_output - 1))
 
     def set_tenants(self, names: Iterable[str], busy: Collection[str] = ()) -> None:
-        """Count what these do, and drop what others did, unless they are `busy`: those stay until the next time."""
+        """Count these tenants, and drop the series of others, unless they are `busy`, until the next call."""
         names = set(names)
         for name in self._tenants.keys() - names - set(busy):
             label = shown_name(name) or ANONYMOUS
@@ -331,7 +332,7 @@ class Metrics(Observer):
         return self._waiting_of(tenant)
 
     def on_tenant(self, tenant: str, status: int, prompt_tokens: int, output_tokens: int) -> None:
-        """A request was answered with `status`. One of an administrator is no tenant's."""
+        """Count a request that was answered with `status`, unless it is an administrator's."""
         if tenant not in self._tenants:
             return
         requests, prompt, output = self._tenants[tenant]
@@ -341,24 +342,24 @@ class Metrics(Observer):
         output.inc(output_tokens)
 
     def on_tools_left_out(self, types: Iterable[str]) -> None:
-        """A request offered tools of these types, of which the model is not told."""
+        """Count a request with tools of these types that the model is not shown."""
         for kind in {family(each) for each in types}:
             self._left_out[kind].inc()
 
     def on_lost_traces(self, reason: Loss, count: int) -> None:
-        """So many traces were lost. May be called by any thread."""
+        """Count lost traces. May be called by any thread."""
         self._lost_traces[reason].inc(count)
 
     def on_http_request(self, handler: str, method: str, status: int) -> None:
-        """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""
+        """Count an HTTP request that was answered. `handler` is the route's template, never a client's path."""
         self._http.labels(handler, method if method in _METHODS else "OTHER", f"{status // 100}xx").inc()
 
     def on_loop_lag(self, seconds: float) -> None:
-        """The event loop woke a sleeping task this late."""
+        """Record by how many seconds the event loop woke a sleeping task late."""
         self._loop_lag.observe(seconds)
 
     def on_loop_hold(self, seconds: float, by: str, request_id: str | None = None) -> None:
-        """The event loop had nothing else to do with this processor time. `by` is a route, or what else it was."""
+        """Record processor time for which the event loop ran nothing else. `by` names a route or another cause."""
         self._loop_hold.observe(seconds)
         if seconds >= LONG_HOLD:
             warn_of_hold(seconds, by, request_id)
@@ -367,16 +368,16 @@ class Metrics(Observer):
         self.on_loop_hold(seconds, "a delivery of outputs")
 
     def render(self, *, by_tenant: bool = True) -> bytes:
-        """The text that `/metrics` answers with, of type `CONTENT_TYPE`; what each tenant does, only if so wanted."""
+        """Return the body of `/metrics`, of type `CONTENT_TYPE`, with the tenants' series if `by_tenant`."""
         return generate_latest(self._registry) + (generate_latest(self._by_tenant) if by_tenant else b"")
 
 
 # ------------------------------------------------------------------------------------------------------ routing metrics
-# What `/metrics` says of how several engines share the requests, and of what they hold together.
+# The metrics of several engines, read at each scrape.
 
 
 class RoutingCollector(Collector):
-    """How several engines share the requests, read when it is asked for. Zeros where there is one engine."""
+    """The metrics of the routing between engines, read at each scrape. Zeros if there is one engine."""
 
     def __init__(self, read: Callable[[], RoutingStats | None]) -> None:
         self._read = read
@@ -384,39 +385,40 @@ class RoutingCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._read() or RoutingStats()
         load = GaugeMetricFamily(
-            "headrace:engine_load_seconds", "Work that waits or runs in an engine.", None, ["engine"]
+            "headrace:engine_load_seconds", "Seconds of work that waits or runs in an engine.", None, ["engine"]
         )
         for engine, seconds in enumerate(stats.loads or (0.0,)):
             load.add_metric([str(engine)], seconds)
         yield load
         routed = CounterMetricFamily(
-            "headrace:routed_prompts", "Prompts given to one of several engines, by what for.", None, ["reason"]
+            "headrace:routed_prompts", "Prompts given to one of several engines, by reason.", None, ["reason"]
         )
         routed.add_metric(["prefix"], stats.num_by_prefix)
         routed.add_metric(["load"], stats.num_by_load)
         yield routed
-        text = "Requests given to another engine because theirs had died while they waited."
+        text = "Waiting requests given to another engine because theirs had died."
         yield CounterMetricFamily("headrace:requests_placed_again", text, stats.num_placed_again)
         yield GaugeMetricFamily("headrace:engines", "Engines that run.", stats.num_engines)
-        text = "Times that an engine has died; it is started again."
+        text = "Times that an engine has died and was restarted."
         yield CounterMetricFamily("headrace:engine_deaths", text, stats.num_deaths)
-        text = "Engines that do not publish what their prefix cache holds, so that it is guessed."
+        text = "Engines that do not publish the contents of their prefix cache, which are guessed."
         yield GaugeMetricFamily("headrace:engines_with_guessed_cache", text, stats.num_guessed)
         yield CounterMetricFamily(
             "headrace:kv_event_gaps", "Times that KV events of an engine were lost.", stats.num_gaps
         )
-        text = "Memory that knowing the engines' prefix caches takes, about."
+        text = "Approximate memory of the index of the engines' prefix caches."
         yield GaugeMetricFamily("headrace:routing_bytes", text, stats.num_bytes)
 
 
 class CacheConfigCollector(Collector):
-    """How the KV cache is divided, read when it is asked for: engines come and go. Nothing before there is one."""
+    """The metric of the KV cache's division, read at each scrape because engines come and go. Empty before the model is
+    loaded."""
 
     def __init__(self, name: str, labels: Mapping[str, str], read: Callable[[], Mapping[str, str] | None]) -> None:
         self._name, self._labels, self._read = name, labels, read
 
     def collect(self) -> Iterator[Metric]:
-        text = "How the KV cache is divided, told by the labels; 1 once the model is loaded."
+        text = "The division of the KV cache, as labels; 1 once the model is loaded."
         found = self._read()
         labels = {} if found is None else {**self._labels, **found}
         family = GaugeMetricFamily(self._name, text, None, list(labels))
@@ -428,8 +430,8 @@ class CacheConfigCollector(Collector):
 # ------------------------------------------------------------------------------------------------------------ histogram
 # A histogram that takes many equal values at once.
 #
-# prometheus-client's own takes one value a call, at about two microseconds; the inter-token latency has one value for
-# every token, but the tokens of one step mostly share theirs. Used on the event loop only.
+# prometheus-client's own takes one value per call, at about two microseconds. There is an inter-token latency for every
+# token, but most tokens of one step share it. Used on the event loop only.
 
 
 class WeightedHistogram(Collector):
@@ -445,12 +447,12 @@ class WeightedHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` times the same value. A bucket holds what is less than or equal to its bound."""
+        """Record the same value `count` times. A bucket holds values up to and including its bound."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """For the registry."""
+        """Yield the histogram for the registry."""
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         cumulative, buckets = 0, []
         for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):

@@ -1,8 +1,8 @@
 """Requests as OpenTelemetry spans.
 
-OpenTelemetry's environment variables hold where no setting says otherwise: endpoint, headers, timeout and compression
-of the exporter, service name and resource, sampler, limits of the queue. The queue is for whole traces: while it is
-full, because the collector is slow or gone, a request is not traced at all and counted as lost.
+OpenTelemetry's environment variables apply unless a setting overrides them: endpoint, headers, timeout and compression
+of the exporter, service name and resource, sampler, limits of the queue. The queue takes whole traces: while it is full
+because the collector is slow or gone, a request is not traced and is counted as lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "e
 
 
 class SpanTracer:
-    """Makes each request a span of kind server, with a child for each of its phases."""
+    """The tracer that makes a span of kind server for each request, with a child span for each phase."""
 
     def __init__(self, settings: Settings, on_lost: Callable[[Loss, int], None]) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it warns of each retry, and of clients' headers
@@ -54,7 +54,7 @@ class SpanTracer:
         size = int(given) if given.isdigit() else 2048
         self._room = max(size - MOST_SPANS, size // 2)
         self._processor = BatchSpanProcessor(self._exporter)
-        # Not the global provider: two servers in one process keep apart, and so do tests.
+        # Not the global provider, so that two servers in one process, as in tests, stay separate.
         provider = TracerProvider(
             resource=Resource.create({"service.name": PROVIDER, **OTELResourceDetector().detect().attributes}),
             shutdown_on_exit=False,
@@ -66,10 +66,10 @@ class SpanTracer:
     def begin(self, request: RequestScope, route: str) -> None:
         parent = (
             self._propagator.extract(_carrier(request.asgi_scope["headers"]), Context())
-            if request.span is None  # else it goes on without the one it came with
+            if request.span is None  # else a background response, a child of the request that started it
             else set_span_in_context(request.span, Context())
         )
-        # The time of day is asked once: it may jump, and the request is timed by a clock that does not.
+        # The time of day is read once, because it may jump; the request is timed by the monotonic clock.
         start = time.time_ns() - time.monotonic_ns() + int(request.arrival_time * 1e9)
         name = f"{request.method} {route}"
         request.span = span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=start)
@@ -79,7 +79,7 @@ class SpanTracer:
     def end(self, request: RequestScope, record: AccessRecord) -> None:
         root = request.span
         if not isinstance(root, SpanOfSdk) or root.start_time is None:
-            return  # it is not sampled
+            return  # the request is not sampled
         if self._num_made - self._exporter.num_taken > self._room:
             self._on_lost("queue_full", 1)
             return
@@ -110,7 +110,7 @@ class SpanTracer:
         root.end(zero + int(record.ended_time * 1e9))
 
     def close(self) -> None:
-        # It waits for a collector for longer than anybody waits for a server to end.
+        # `shutdown` may wait for a collector for minutes, so it runs in a thread.
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -194,11 +194,9 @@ def _attributes(request: RequestScope, record: AccessRecord) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- trace names
-# The phases of a request, and the names in traces that several modules use.
-#
-# `gen_ai.*`, `http.*`, `url.*`, `network.*` and `error.type` are names of OpenTelemetry's semantic conventions 1.41.0,
-# the last version that defines `gen_ai.*`. That part has moved to a repository of its own, where names still change, so
-# the names here are pinned to 1.41.0. A name that the conventions lack begins with `headrace.`.
+# The names in traces. `gen_ai.*`, `http.*`, `url.*`, `network.*` and `error.type` are names of OpenTelemetry's semantic
+# conventions 1.41.0, the last version with `gen_ai.*`. In their new repository those names still change, so they are
+# pinned to 1.41.0 here. Names that the conventions lack begin with `headrace.`.
 
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.41.0"
@@ -209,14 +207,14 @@ CHOICE: Final = "headrace.choice"
 
 
 # --------------------------------------------------------------------------------------------------------------- phases
-# What a request did from its arrival to its end, as phases that follow each other without a gap, so that they add up.
+# The phases of a request from its arrival to its end. They follow each other without a gap, so they add up.
 #
-# Much goes on at once, and a phase is what the answer waits for. With several choices it is that of the choice that is
-# furthest: one that decodes hides that another waits. While the client does not read, the engine goes on, so its phases
-# count until it is done; when sending was blocked stands beside them (`RequestScope.blocked`).
+# A phase is what the answer waits for. With several choices it is the phase of the choice that is furthest: a choice
+# that decodes hides another that waits. The engine continues while the client does not read, so its phases count until
+# it is done; the times at which sending was blocked are separate (`RequestScope.blocked`).
 
 
-MAX_SPANS: Final = 64  # of one request in the engine; one that is preempted oftener stays in the last
+MAX_SPANS: Final = 64  # of one request in the engine; further phases are part of the last span
 MAX_EVENTS: Final = 64  # of one span
 _IN_ENGINE: Final = (
     *(Phase.DECODE, Phase.PREFILL, Phase.LOAD_KV, Phase.WAIT_FOR_GRAMMAR, Phase.PREEMPTED, Phase.QUEUE, Phase.ENDED),
@@ -226,7 +224,8 @@ _AT_THE_END: Final = frozenset(EventKind) - {EventKind.SCHEDULED, EventKind.LOAD
 
 @dataclass(slots=True)
 class PhaseSpan:
-    """Times are `time.monotonic()`; `events` are what the engine did meanwhile, with the number of the choice."""
+    """One phase of a request. Times are `time.monotonic()`; `events` are the engine's, with the number of the
+    choice."""
 
     phase: Phase
     start: float
@@ -235,8 +234,8 @@ class PhaseSpan:
 
 
 def phases(marks: Sequence[tuple[Phase, float]], outputs: RequestStream | None, end: float) -> list[PhaseSpan]:
-    """The phases of a request that has ended at `end`. `marks` are those before the engine had it, with their
-    beginnings, the first with its arrival; `outputs` is None if the engine never had it."""
+    """Return the phases of a request that ended at `end`. `marks` are the phases before the engine's with their begins,
+    the first at its arrival; `outputs` is None if the engine never got the request."""
     spans = [PhaseSpan(phase, begin) for phase, begin in marks]
     if outputs is not None:
         spans += _in_engine(outputs)

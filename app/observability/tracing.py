@@ -1,9 +1,9 @@
 """The choice of a tracer, and the timelines of the last requests.
 
-Optional: unless `otlp_endpoint` or OpenTelemetry's own environment variables name a collector, nothing of OpenTelemetry
-is imported and `open_tracer` gives a tracer that does nothing. A request's span begins with its trace context and the
-decision whether it is sampled; all else is made of timestamps when it has ended, however it ended. So tracing costs
-nothing while tokens flow.
+Tracing is optional: unless `otlp_endpoint` or OpenTelemetry's own environment variables name a collector, no module of
+OpenTelemetry is imported and `open_tracer` returns a tracer that does nothing. When a request arrives, only its trace
+context and the sampling decision are read; its spans are made from timestamps after its end. So tracing costs nothing
+while tokens flow.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 class Tracer(Protocol):
-    """Traces requests. Never blocks and never raises; exporting happens on a thread of its own."""
+    """The tracer of requests. It never blocks and never raises; another thread exports the spans."""
 
     def begin(self, request: RequestScope, route: str) -> None:
-        """A request has come. From now on its log lines have the ids of its trace and span."""
+        """Begin the trace of a request, and add the ids of trace and span to its log lines."""
         ...
 
     def end(self, request: RequestScope, record: AccessRecord) -> None:
-        """It has ended."""
+        """Make the spans of a request that has ended."""
         ...
 
     def close(self) -> None:
-        """Export what is left. Blocks for up to some seconds: call it in a worker thread."""
+        """Export the spans in the queue. Blocks for up to some seconds: call it in a worker thread."""
         ...
 
 
 class NoTracer:
-    """Traces nothing."""
+    """The tracer that does nothing."""
 
     def begin(self, request: RequestScope, route: str) -> None:
         pass
@@ -56,9 +56,9 @@ class NoTracer:
 
 
 def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tracer:
-    """The tracer that settings and environment ask for. `on_lost` is told how many traces were lost and why, by any
-    thread. Raises `SettingsError` if `otlp_endpoint` is set and its packages are not installed, and if a tracing
-    setting is set without a collector."""
+    """Return the tracer that settings and environment ask for. `on_lost` is called with the reason and number of lost
+    traces, by any thread. Raises `SettingsError` if `otlp_endpoint` is set and its packages are not installed, and if
+    `trace_messages` is set without a collector."""
     environment = os.environ
     is_off = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     is_off |= environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
@@ -77,7 +77,7 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
         missing = f"{error.name} is not installed. Install it (pip install '.[otel]' in a clone of Headrace)"
         if settings.otlp_endpoint is not None:
             raise SettingsError(f"otlp_endpoint is set, but {missing} or leave otlp_endpoint unset.") from error
-        # The environment may be meant for everything in a cluster.
+        # Not an error, because the environment may be set for all programs of a cluster.
         logger.warning("The environment names a collector of traces, but %s; nothing is traced", missing)
         return NoTracer()
     try:
@@ -87,12 +87,12 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
 
 
 # ------------------------------------------------------------------------------------------------------------ timelines
-# What happened to each of the last requests, and how long it took: the answer to "why was this one slow?".
+# Timelines of the last requests, which show why a request was slow.
 #
 # The segments follow each other without a gap, so they add up to the request's time: `receive` (body), `tokenize`
 # (validation, template, tokens), `queue`, `prefill`, `decode`, `deliver` (until the client has everything). Events are
-# what the engine did in between. Timelines of the last `timeline_size` requests are kept in memory, fewer if they
-# have many events. A tenant sees only its own, and a tenant with many requests displaces its own timelines first.
+# the engine's. Timelines of the last `timeline_size` requests are kept in memory, fewer if they have many events. A
+# tenant sees only its own, and a tenant with many requests displaces its own timelines first.
 
 
 BYTES_PER_TIMELINE: Final = 8 * 1024  # on average; most have some 1,500
@@ -107,18 +107,18 @@ class Timelines:
         self._kept: TenantLRU[bytes] = TenantLRU(size, max(LEAST_BYTES, BYTES_PER_TIMELINE * size))
 
     def keep(self, request: RequestScope, status: int, end: float) -> None:
-        """Remember a generation request that has ended at `end`."""
+        """Keep the timeline of a generation request that ended at `end`."""
         if self._size:
-            story = orjson.dumps(timeline(request, status, end))
-            self._kept.keep(request.tenant.name, request.request_id, story, len(story))
+            entry = orjson.dumps(timeline(request, status, end))
+            self._kept.keep(request.tenant.name, request.request_id, entry, len(entry))
 
     def find(self, request_id: str, tenant: str) -> bytes | None:
-        """A tenant's own request as JSON, if it is still remembered."""
+        """Return the timeline of a tenant's own request as JSON; None if it is not kept."""
         return self._kept.find(tenant, request_id)
 
 
 def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:
-    """The story of a request that has ended at `end`. Times are seconds since its arrival."""
+    """Return the timeline of a request that ended at `end`. Times are seconds since its arrival."""
     start = request.arrival_time
     outputs = request.outputs
     begins = [("receive", start), ("tokenize", request.received_time)]

@@ -10,10 +10,7 @@ The result is a `StepCostTable`; rows and blocks are given back after every step
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter, defaultdict, deque
 from typing import Literal, NamedTuple
 
 from engine.config import Clock, EngineConfig
@@ -68,10 +65,13 @@ class Calibration:
         self._clock = clock
         self._num_groups = len(config.facts.kv_windows)
         self._length = min(LONG, config.max_model_len - 1)
-        self._samples: dict[Shape, list[float]] = {}
-        self._took: dict[Shape, float] = {}  # the least of SETTLED samples, by shape
+        self._samples: defaultdict[Shape, list[float]] = defaultdict(list)
         self._rows = min(8, config.max_num_seqs)
         self._chunk = min(_PROBED, config.max_num_batched_tokens // 2, self._length // 2)
+        # They differ only in their keys or prompts from `Shape(rows)` and `Shape(prompts=1, tokens=chunk)`.
+        self._with_keys = Shape(self._rows, context=self._length)
+        self._with_more_keys = Shape(prompts=1, tokens=self._chunk, start=self._length - self._chunk)
+        self._with_prompts = Shape(prompts=self._rows, tokens=max(self._chunk // self._rows, 1))
         self._left = deque(self._shapes(config))
         self._first = self._left[0]
 
@@ -99,18 +99,6 @@ class Calibration:
             and max(shape.context, shape.start + shape.tokens) < config.max_model_len
         )
 
-    @property
-    def _with_keys(self) -> Shape:
-        return Shape(self._rows, context=self._length)
-
-    @property
-    def _with_more_keys(self) -> Shape:
-        return Shape(prompts=1, tokens=self._chunk, start=self._length - self._chunk)
-
-    @property
-    def _with_prompts(self) -> Shape:
-        return Shape(prompts=self._rows, tokens=max(self._chunk // self._rows, 1))
-
     def step(self) -> bool:
         """Make one step, and return True if more are left. Raises what the executor raises."""
         while self._left:
@@ -127,20 +115,15 @@ class Calibration:
                 self._lost += took
                 self._again[shape] += 1
                 self._left.appendleft(shape)
-            else:
-                self._note(shape, took)
+                return True
+            samples = self._samples[shape]
+            samples.append(took)
+            if len(samples) == SETTLED and shape.start == 0 and shape.prompts < 2 and shape.context == SHORT:
+                for _ in samples:
+                    self._tracker.observe(shape.load, min(samples))
             return True
         self._set_rates()
         return False
-
-    def _note(self, shape: Shape, took: float) -> None:
-        samples = self._samples.setdefault(shape, [])
-        samples.append(took)
-        if len(samples) == SETTLED:
-            self._took[shape] = least = min(samples)
-            if shape.start == 0 and shape.prompts < 2 and shape.context == SHORT:
-                for _ in samples:
-                    self._tracker.observe(shape.load, least)
 
     def _estimate(self, shape: Shape) -> float:
         """Return the expected seconds of a step; 0 while there are too few measures."""
@@ -186,15 +169,16 @@ class Calibration:
     def _set_rates(self) -> None:
         """Set the costs per key and per prompt, from pairs of steps that differ only in keys or only in prompts."""
         table, length, chunk = self._tracker.table, self._length, self._chunk
+        took = {shape: min(samples) for shape, samples in self._samples.items() if len(samples) >= SETTLED}
         plain = Shape(prompts=1, tokens=chunk)
         for more, less, number, rate in (
             (self._with_keys, Shape(self._rows), self._rows * (length - SHORT), "decode_key"),
             (self._with_more_keys, plain, chunk * (length - chunk), "prefill_key"),
             (self._with_prompts, plain, self._rows - 1, "prefill_row"),
         ):
-            if more in self._took and less in self._took and number > 0:
-                least = self._took[less] / 1000  # above 0, so that scaling can still correct it
-                setattr(table, rate, max(self._took[more] - self._took[less], least) / number)
+            if more in took and less in took and number > 0:
+                least = took[less] / 1000  # above 0, so that scaling can still correct it
+                setattr(table, rate, max(took[more] - took[less], least) / number)
 
 
 # --------------------------------------------------------------------------------------------------------- cost tracker
@@ -223,39 +207,20 @@ _LEAST = 0.005  # smallest one: a change of half a percent is not worth its own 
 # Every step has tokens, but only some have many keys. So keys get this many times their share of a difference.
 _KEYS_BLAME = 4
 
-Part = tuple[float, float, Callable[[float], None]]  # seconds, weight, and what scales the seconds by e^x
-Rate = Literal["decode_key", "prefill_key", "prefill_row"]
-
-
-@dataclass(slots=True)
-class _Size:
-    """The latest measures of one size of a curve: ln(measured / stated seconds) of the last two, the number of all, and
-    the number of the latest one among the curve's measures."""
-
-    older: float = 0.0
-    old: float = 0.0
-    count: int = 0
-    latest: int = 0
+Rate = Literal["decode_key", "prefill_key"]
 
 
 class _Measures:
-    """The measures of a curve since this process began."""
+    """The measures of one curve since this process began, by the index of the size."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.sizes: dict[int, _Size] = {}  # by index in the curve
+        self.latest: deque[int] = deque(maxlen=_LATELY)
+        self.counts: Counter[int] = Counter()
+        self.ratios: defaultdict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # of the last two: ln
 
-    def count(self, index: int) -> _Size:
-        """Count one more measure of the size at this index, and return its latest measures."""
-        self.number += 1
-        size = self.sizes.setdefault(index, _Size())
-        size.latest = self.number
-        return size
-
-    @property
-    def lately(self) -> list[int]:
-        """The indices of the sizes that were measured lately."""
-        return [index for index, size in self.sizes.items() if self.number - size.latest < _LATELY]
+    def count(self, index: int) -> None:
+        self.latest.append(index)
+        self.counts[index] += 1
 
 
 class StepCostTracker:
@@ -263,101 +228,65 @@ class StepCostTracker:
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
-        for curve in (table.decode, table.prefill, table.mixed):
-            curve.lift(_LEAST_SECONDS)
         self.changes = 0.0
-        self._measures = {id(curve): _Measures() for curve in (table.decode, table.prefill, table.mixed)}
-        rates: tuple[Rate, ...] = ("decode_key", "prefill_key", "prefill_row")
-        self._scale = {rate: partial(self._scale_rate, rate) for rate in rates}
+        curves = (table.decode, table.prefill, table.mixed)
+        self._measures = {id(curve): _Measures() for curve in curves}
+        for curve in curves:
+            curve.lift(_LEAST_SECONDS)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step of this load that took `seconds`, from its beginning to that of the next."""
         table, seconds = self.table, max(seconds, _LEAST_SECONDS)
         decodes, decode_keys, prefills, tokens, keys = load
+        prompts = max(prefills - 1, 0)
         if not tokens:
             if decodes:
                 self._learn(table.decode, decodes, seconds, "decode_key", decode_keys)
             return
-        prompts = max(prefills - 1, 0)
-        if not decodes:
+        if not decodes or (table.prefill.is_known and seconds < table.prefill.at(tokens)):
             self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
-            return
-        if table.prefill.is_known and seconds < table.prefill.at(tokens):
-            self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
-        alone = table.cost(StepLoad(decodes, decode_keys))
-        if seconds > alone or not table.mixed.is_known:
+        if decodes:
+            alone = table.cost(StepLoad(decodes, decode_keys))
+            if seconds <= alone and table.mixed.is_known:  # the stated time of the decodes is out of date
+                self._learn(table.decode, decodes, seconds, "decode_key", decode_keys)
+                alone = min(table.cost(StepLoad(decodes, decode_keys)), seconds)
             added = max(seconds - alone, 0.1 * seconds)
-            self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, decode_seconds=alone)
-        else:  # quicker than the stated time of the decodes alone, so that time is out of date
-            of_decodes = self._parts(table.decode, decodes, "decode_key", decode_keys)
-            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes, decode_seconds=alone)
+            self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, alone)
 
     def _learn(
-        self,
-        curve: Curve,
-        size: int,
-        seconds: float,
-        rate: Rate,
-        keys: int,
-        prompts: int = 0,
-        others: Sequence[Part] = (),
-        decode_seconds: float = 0.0,
+        self, curve: Curve, size: int, seconds: float, rate: Rate, keys: int, prompts: int = 0, decodes: float = 0.0
     ) -> None:
-        """Learn that this part of a step and `others` took `seconds`, in addition to `decode_seconds` for decodes."""
+        """Learn that this part of a step took `seconds`, in addition to the seconds of its `decodes`."""
+        table, index, per_key = self.table, curve.nearest(size), getattr(self.table, rate)
         if not curve.is_known:
             curve.begin(size, seconds)
-            self._measures[id(curve)].count(curve.nearest(size)).count = 1
-            if not getattr(self.table, rate):
-                self._set_rate(rate, seconds / size / KEYS_PER_TOKEN)
+            self._measures[id(curve)].count(index)
+            if not per_key:
+                setattr(table, rate, seconds / size / KEYS_PER_TOKEN)
             return
-        table = self.table
-        told = curve.at(size) + getattr(table, rate) * keys + table.prefill_row * prompts
-        for part, *_ in others:
-            told += part
-        log_ratio = max(-_MOST, min(math.log(seconds / told), _MOST))
-        if change := self._change(curve, curve.nearest(size), log_ratio):
-            parts = [*self._parts(curve, size, rate, keys, prompts), *others]
-            share = change * told / sum(part * blame for part, blame, _ in parts)
-            for _, blame, scale in parts:
-                if blame:
-                    scale(share * blame)
+        own, of_keys, of_prompts = curve.at(size), per_key * keys, table.prefill_row * prompts
+        stated = own + of_keys + of_prompts
+        log_ratio = max(-_MOST, min(math.log(seconds / stated), _MOST))
+        if change := self._change(curve, index, log_ratio):
+            share = change * stated / (own * own + _KEYS_BLAME * of_keys * of_keys + of_prompts * of_prompts)
+            curve.scale(size, share * own, self._measures[id(curve)].latest)
+            setattr(table, rate, per_key * math.exp(share * _KEYS_BLAME * of_keys))
+            table.prefill_row *= math.exp(share * of_prompts)
         if log_ratio <= change:  # the step took no longer than the table says now
-            curve.share_out(size, decode_seconds)
-
-    def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:
-        table = self.table
-        own, of_keys = curve.at(size), getattr(table, rate) * keys
-        parts: list[Part] = [
-            (own, own, partial(self._scale_curve, curve, size)),
-            (of_keys, _KEYS_BLAME * of_keys, self._scale[rate]),
-        ]
-        if prompts:
-            of_prompts = table.prefill_row * prompts
-            parts.append((of_prompts, of_prompts, self._scale["prefill_row"]))
-        return parts
-
-    def _scale_curve(self, curve: Curve, size: int, log_factor: float) -> None:
-        curve.scale(size, log_factor, self._measures[id(curve)].lately)
-
-    def _scale_rate(self, rate: Rate, log_factor: float) -> None:
-        self._set_rate(rate, getattr(self.table, rate) * math.exp(log_factor))
-
-    def _set_rate(self, rate: Rate, seconds: float) -> None:
-        setattr(self.table, rate, seconds)
+            curve.share_out(size, decodes)
 
     def _change(self, curve: Curve, index: int, log_ratio: float) -> float:
         """Count a measure, and return the natural logarithm of the factor by which the stated seconds change."""
-        measures, count = self._measures[id(curve)].count(index), curve.counts[index]
+        measures, count = self._measures[id(curve)], curve.counts[index]
         curve.counts[index] = count + 1
-        measures.count += 1
-        least = min(measures.older, measures.old, log_ratio)
-        most = max(measures.older, measures.old, log_ratio)
-        change = max(least, 0.0) + min(most, 0.0)
-        if not count or (min(count, measures.count - 1) < SETTLED and log_ratio < 0.0):
+        measures.count(index)
+        older, old = measures.ratios[index]
+        change = max(min(older, old, log_ratio), 0.0) + min(max(older, old, log_ratio), 0.0)
+        if not count or (min(count, measures.counts[index] - 1) < SETTLED and log_ratio < 0.0):
             change = log_ratio
         elif -_LEAST <= change <= _LEAST:
             change = 0.0
-        measures.older, measures.old = measures.old - change, log_ratio - change
+        measures.ratios[index] = old - change, log_ratio - change
         self.changes += abs(change)
         return change
 

@@ -139,33 +139,30 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         self.seconds = list(accumulate(self.seconds, max))  # rounding may have broken the rising order
 
     def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:
-        """Multiply the seconds of this size. `measured` has the indices of the sizes that were measured lately; all
-        others follow their neighbours."""
-        sizes, seconds = self.sizes, self.seconds
-        upper = min(bisect_left(sizes, size), len(sizes) - 1)
+        """Multiply the seconds of `size` by e^`log_factor`; the points on both sides of it share the change.
+
+        Points up to the next ones in `measured` (indices) are guesses and follow. All others move only as far as the
+        rising order requires.
+        """
+        sizes, num_sizes = self.sizes, len(self.sizes)
+        upper = min(bisect_left(sizes, size), num_sizes - 1)
         lower = upper if sizes[upper] <= size or upper == 0 else upper - 1
-        above = below = math.exp(log_factor)
-        if lower != upper:
-            share = (size - sizes[lower]) / (sizes[upper] - sizes[lower])
-            norm = share * share + (1 - share) * (1 - share)
-            below = math.exp(log_factor * (1 - share) / norm)
-            above = math.exp(log_factor * share / norm)
-            seconds[upper] *= above
-        seconds[lower] *= below
+        share = 1.0 if lower == upper else (size - sizes[lower]) / (sizes[upper] - sizes[lower])
+        norm = share * share + (1 - share) * (1 - share)
+        above = math.exp(log_factor * share / norm)
+        below = above if lower == upper else math.exp(log_factor * (1 - share) / norm)
+        before = max((index for index in measured if index < lower), default=-1)
+        after = min((index for index in measured if index > upper), default=num_sizes)
+        seconds = self.seconds[:]
+        seconds[before + 1 : upper] = [each * below for each in seconds[before + 1 : upper]]
+        seconds[upper:after] = [each * above for each in seconds[upper:after]]
         if log_factor < 0.0:
             seconds[lower] = min(seconds[lower], seconds[upper])
-        else:
-            seconds[upper] = max(seconds[lower], seconds[upper])
-        # Sizes measured lately move only as far as the rising order requires; guesses up to them are scaled.
-        before = max((index for index in measured if index < lower), default=-1)
-        after = min((index for index in measured if index > upper), default=len(sizes))
-        for index in range(lower):
-            seconds[index] = min(seconds[index] * (below if index > before else 1.0), seconds[lower])
-        most = max(seconds[after], seconds[upper]) if after < len(sizes) else math.inf
-        for index in range(upper + 1, after):
-            seconds[index] = min(seconds[index] * above, most)
-        for index in range(1, len(sizes)):
-            seconds[index] = max(seconds[index], seconds[index - 1])
+        seconds[:lower] = [min(each, seconds[lower]) for each in seconds[:lower]]
+        if after < num_sizes:
+            most = max(seconds[after], seconds[upper])
+            seconds[upper:after] = [min(each, most) for each in seconds[upper:after]]
+        self.seconds = list(accumulate(seconds, max))
 
 
 class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -128,14 +128,16 @@ class OneOf:
         if other is not None and names and get_origin(member := members[int(other[1:])]) is not Annotated:
             members[int(other[1:])] = Annotated[member, with_type({"type": "string", "not": {"enum": names}})]
         wrong = f"{TAG_PREFIX}wrong"
+        kind_of, default = self._kind_of, self._default
 
         def tag_of(value: Any) -> str:
             if (tag := plain.get(type(value))) is not None:
                 return tag if not words or value in words else wrong
-            kind = self._kind_of(value)
-            kind = self._default if kind is None else kind
-            if (tag := kinds.get(kind) if isinstance(kind, str | type) else None) is not None:
-                return tag if isinstance(value, dict | BaseModel) else wrong
+            if (kind := kind_of(value)) is None:
+                kind = default
+            tag = kinds.get(kind) if type(kind) is str or isinstance(kind, type) else None
+            if tag is not None:
+                return tag if type(value) is dict or isinstance(value, BaseModel) else wrong
             is_other = isinstance(kind, str) and self._others(kind) if names else isinstance(value, dict | BaseModel)
             return other if other is not None and is_other else wrong
 

@@ -45,8 +45,6 @@ class ErrorEnvelope(Answer):
 
 
 class Tokens(Answer):
-    """The answer of POST /tokenize."""
-
     count: int
     max_model_len: int
     tokens: list[int]
@@ -54,8 +52,6 @@ class Tokens(Answer):
 
 
 class Detokenized(Answer):
-    """The answer of POST /detokenize."""
-
     prompt: str
 
 
@@ -96,8 +92,6 @@ class Status(Answer):
 
 
 class ServerInfo(OpenAnswer):
-    """The answer of GET /server_info."""
-
     version: str
     models: list[str]
     max_model_len: int
@@ -170,7 +164,6 @@ class AnswerContext:
     fingerprint: str | None = None  # of the model and of how it is computed
 
     def parser(self) -> MessageParser:
-        """A parser for one choice."""
         return self.message_format.parser(self.token_bytes)
 
 

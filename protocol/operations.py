@@ -100,7 +100,6 @@ class Dialect:
 
     @property
     def operations(self) -> list[Operation]:
-        """All operations of the dialect."""
         generation = [generates(each.path, each.summary, each.request, each.answer) for each in self.generation]
         counting = [asks(path, "Count its tokens.", InputTokens, model) for path, model in self.counting.items()]
         return [*generation, *counting, *self.others]

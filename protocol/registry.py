@@ -22,8 +22,6 @@ MAX_TOKENS = 2**20  # of one request
 
 
 class TokenizeTextRequest(TruncatedPrompt):
-    """The body of /tokenize for a text."""
-
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -37,8 +35,6 @@ class TokenizeChatRequest(ChatCompletionRequest):
 
 
 class DetokenizeRequest(ClientModel):
-    """The body of /detokenize."""
-
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], fail_fast, at_most(MAX_TOKENS, "tokens")]
 

@@ -65,15 +65,11 @@ class AnthropicErrorObject(OpenAnswer):
 
 
 class AnthropicError(OpenAnswer):
-    """The body of an error on Anthropic's routes."""
-
     type: Literal["error"]
     error: AnthropicErrorObject
 
 
 class Message(OpenAnswer):
-    """A message of Anthropic's API."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]

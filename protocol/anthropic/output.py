@@ -26,8 +26,6 @@ _TEXT_DELTA = (
 
 
 class MessageStreamWriter:
-    """Makes the event stream of one request."""
-
     def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
         self._head = answer.head
         self._request_id = answer.request_id  # for errors
@@ -109,8 +107,6 @@ class MessageStreamWriter:
 
 
 class MessageBodyWriter:
-    """Makes the whole message of one request that does not stream."""
-
     def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
         self._head = answer.head
         self._parser = answer.parser()

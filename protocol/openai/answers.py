@@ -23,8 +23,6 @@ class CompletionTokensDetails(Answer):
 
 
 class Usage(Answer):
-    """The tokens of one request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -79,7 +77,7 @@ class ToolCallObject(Answer, tag_field="type", tag="function"):
     function: FunctionText
 
 
-class InputText(Answer):
+class CustomText(Answer):
     """`input` is free text."""
 
     name: str
@@ -88,7 +86,7 @@ class InputText(Answer):
 
 class CustomToolCallObject(Answer, tag_field="type", tag="custom"):
     id: str
-    custom: InputText
+    custom: CustomText
 
 
 class AssistantMessage(Answer):
@@ -113,8 +111,6 @@ class ChatChoice(Answer, kw_only=True):
 
 
 class ChatCompletion(Answer, kw_only=True):
-    """The whole answer of POST /v1/chat/completions."""
-
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -140,8 +136,6 @@ class CompletionChoice(Answer, kw_only=True):
 
 
 class Completion(Answer, kw_only=True):
-    """The whole answer of POST /v1/completions."""
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -168,8 +162,6 @@ class EmbeddingUsage(Answer):
 
 
 class EmbeddingList(Answer, kw_only=True):
-    """The answer of POST /v1/embeddings."""
-
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -198,7 +190,5 @@ class ModelCard(Answer, kw_only=True):
 
 
 class ModelList(Answer, kw_only=True):
-    """The answer of GET /v1/models."""
-
     object: Literal["list"] = "list"
     data: Sequence[ModelCard]

@@ -132,8 +132,6 @@ class EmbeddingRequest(EngineRequest):
 
 
 class EmbeddingBodyWriter:
-    """Makes the response body."""
-
     def __init__(self, request: EmbeddingRequest, answer: AnswerContext) -> None:
         self._request = request
         self._head = answer.head

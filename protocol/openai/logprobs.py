@@ -171,7 +171,8 @@ class PromptParts:
         assert self.prompt_logprobs is not None
         parts: list[dict[str, Any]] = []
         for entry in entries:
-            likely = enumerate(_first(most_likely(entry), self.prompt_logprobs), start=1)
+            count = None if self.prompt_logprobs == ALL_LOGPROBS else self.prompt_logprobs
+            likely = enumerate(most_likely(entry)[:count], start=1)
             ranked = [
                 (entry.token_id, entry.logprob, entry.rank),
                 *((token, value, rank) for rank, (token, value) in likely),
@@ -188,10 +189,6 @@ def _with_top(entry: TokenLogprobs, count: int) -> TokenLogprobs:
     if count == ALL_LOGPROBS or (entry.every is None and len(entry.top) == count):
         return entry
     return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, most_likely(entry)[:count])
-
-
-def _first(likely: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:
-    return likely if count == ALL_LOGPROBS else likely[:count]
 
 
 # ----------------------------------------------------------------------------------------------------------- long lists

@@ -60,7 +60,6 @@ class UsageMeter:
             self._reasoning[index] = num_tokens
 
     def usage(self) -> Usage:
-        """Return the token counts so far."""
         prompt, completion = sum(self._prompt.values()), sum(self._completion.values())
         return Usage(
             prompt_tokens=prompt,
@@ -234,8 +233,6 @@ class ChoicesStreamWriter(_ChoicesWriter):
 
 
 class ChoicesBodyWriter(_ChoicesWriter):
-    """Writes the whole response of one request."""
-
     def __init__(self, request: GenerationRequest, answer: AnswerContext) -> None:
         super().__init__(request, answer)
         self._choices: dict[int, _CollectedChoice] = {}
@@ -263,7 +260,6 @@ class ChoicesBodyWriter(_ChoicesWriter):
             choice.stop_reason = output.stop_reason
 
     def body(self) -> bytes:
-        """Return the response body, with choices in the order of their index."""
         indices = sorted(self._choices)
         of_prompt: Mapping[str, Any] = _NOTHING
         if not self._wire.prompt_in_choice and indices:

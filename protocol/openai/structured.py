@@ -139,7 +139,6 @@ class StructuredOutputs(ClientModel):
         return {name: value for name, value in asked.items() if value is not None}
 
     def to_structured_output(self) -> StructuredOutput:
-        """Return the grammar that this describes."""
         ((kind, value),) = self._asked.items()
         return structs.replace(
             _MAKERS[kind](value),

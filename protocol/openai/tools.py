@@ -56,8 +56,6 @@ class GrammarFormat(ClientModel):
 
 
 class CustomDefinition(ClientModel):
-    """A tool that takes free text."""
-
     name: FunctionName
     description: str | None = None
     format: Annotated[TextFormat | GrammarFormat, OneOf()] = TextFormat(type="text")

@@ -10,8 +10,6 @@ from protocol.responses.request import InputTokensRequest, ResponsesRequest
 
 
 class ResponseObject(OpenAnswer):
-    """A response of the Responses API."""
-
     id: str
     object: Literal["response"]
     created_at: int

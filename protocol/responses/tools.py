@@ -36,8 +36,6 @@ class FlatGrammar(GrammarDefinition):
 
 
 class FreeTextTool(ClientModel):
-    """A tool that takes free text."""
-
     type: Literal["custom"]
     name: str
     description: str | None = None
@@ -186,17 +184,14 @@ Output = Annotated[str | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PAR
 
 
 def texts(content: str | Sequence[ItemText | RefusalPart | Unread]) -> list[str]:
-    """Return the texts of a string or of parts."""
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
 def chat_content(content: str | Sequence[ItemText | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
-    """Return a string or parts in chat's form."""
     return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts(content)]
 
 
 def new_id(kind: str) -> str:
-    """Return an id for an item without one."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
@@ -301,8 +296,6 @@ class CallOutputItem(ClientModel):
 
 
 class ShellOutput(ClientModel):
-    """The output of one command, and its end."""
-
     stdout: str = ""
     stderr: str = ""
     outcome: dict[str, Any] = Field(default_factory=dict)

@@ -277,7 +277,6 @@ class InputText:
         self._is_other = False  # in another form
 
     def feed(self, fragment: str) -> str:
-        """Return what `fragment` adds to the text."""
         if self._is_done:
             return ""
         self._held += fragment

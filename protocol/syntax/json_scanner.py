@@ -47,7 +47,6 @@ class JsonScanner:
 
     @property
     def is_done(self) -> bool:
-        """True if the value is complete."""
         return self._expect is _Expect.DONE
 
     @property

@@ -154,13 +154,11 @@ class MessageParser:
         return parts if output.finish_reason is None else parts + self.finish_text()
 
     def feed_text(self, text: str) -> list[MessagePart]:
-        """Return the parts that are decided by `text`."""
         if self._special is None:
             return self._parts(text)
         return self._spelled(self._parts(self._special.feed_text(text)))
 
     def finish_text(self) -> list[MessagePart]:
-        """Return the parts that were held back, at the end of the text."""
         if self._special is None:
             return self._last_parts()
         return self._spelled(self._parts(self._special.finish_text()) + self._last_parts())

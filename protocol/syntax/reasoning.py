@@ -143,7 +143,6 @@ class ReasoningSplitter:
         self._padding = Padding()  # white space that the reasoning may end with
 
     def feed_text(self, text: str) -> tuple[str, str]:
-        """Return what `text` adds to the reasoning and to the answer."""
         if self._stage is _Stage.ANSWER:
             return "", text
         text, self._held = self._held + text, ""
@@ -164,7 +163,6 @@ class ReasoningSplitter:
         return reasoning, text
 
     def finish_text(self) -> tuple[str, str]:
-        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         if self._stage is _Stage.INSIDE:
             return self._padding.take() + held, ""

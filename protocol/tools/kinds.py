@@ -233,7 +233,6 @@ class Function:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The JSON Schema of the arguments."""
         return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
 
     def for_template(self) -> dict[str, Any]:

@@ -226,8 +226,8 @@ def check_tool_choice(
     elif isinstance(choice, NamedFunction | NamedCustomTool):
         asked, is_demanded = (choice,), True
     if is_demanded and not names:
-        left_out = ", ".join(kind[:64] for kind in types_of(tools[:8]))
-        why = f" that this server serves: left out is {left_out}" if left_out else "; send some or leave it out"
+        unsupported = ", ".join(kind[:64] for kind in types_of(tools[:8]))
+        why = f" that this server serves: left out is {unsupported}" if unsupported else "; send some or leave it out"
         raise InvalidRequest(f"{choice_field} needs {tools_field}{why}.", param=choice_field)
     for each in asked:
         if not isinstance(each, Unserved) and each.name not in names:

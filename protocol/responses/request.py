@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -74,13 +74,7 @@ class Reasoning(ClientModel):
     """The effort of reasoning. Other fields are accepted without effect: thoughts are shown as they are."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None,
-        BeforeValidator(
-            lambda summary: None if summary == "none" else summary,
-            json_schema_input_type=Literal["auto", "concise", "detailed", "none"],
-        ),
-    ] = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 def _found(number: int, reference: ItemReference, find: FindItem) -> Item:
@@ -236,7 +230,10 @@ class ResponsesRequest(InputTokensRequest):
         """Return the request's fields in the response object: every key, null where the client set nothing."""
         return {name: getattr(self, name) for name in _ECHOED} | {
             "background": self.background,
-            "reasoning": self.reasoning.model_dump(),
+            "reasoning": {
+                "effort": self.reasoning.effort,
+                "summary": None if self.reasoning.summary == "none" else self.reasoning.summary,
+            },
             "service_tier": "default",
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),

@@ -42,9 +42,7 @@ class FreeTextTool(ClientModel):
     format: Annotated[TextFormat | FlatGrammar, OneOf()] = TextFormat(type="text")
 
     def for_chat(self, name: str) -> dict[str, Any]:
-        custom: dict[str, Any] = {"name": name}
-        if self.description is not None:
-            custom["description"] = self.description
+        custom = {**self.model_dump(include={"description"}, exclude_none=True), "name": name}
         if isinstance(self.format, FlatGrammar):
             custom["format"] = {"type": "grammar", "grammar": self.format.model_dump(exclude={"type"})}
         return {"type": "custom", "custom": custom}

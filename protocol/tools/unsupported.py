@@ -66,20 +66,17 @@ class LeftOut(NamedTuple):
 
     def warning(self) -> str | None:
         """Return the value of the header `x-headrace-warning`; None if every part of the request has its effect."""
-        parts = (("tools", self.tools), ("items", self.items))
-        warnings = ["; ".join(f"{what} left out: {_listed(types)}" for what, types in parts if types)]
+        entries = (("tools", self.tools), ("items", self.items))
+        warnings = ["; ".join(f"{what} left out: {_listed(types)}" for what, types in entries if types)]
         if warnings[0]:
             warnings[0] += " (this server does not support them)"
-        if self.fields:
-            warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not use them)")
-        if self.unread:
-            warnings.append(f"fields without effect: {_listed(self.unread)} (the chat template does not read them)")
-        if self.keywords:
-            warnings.append(f"schema keywords without effect: {', '.join(self.keywords)} (no grammar enforces them)")
-        if self.grammars:
-            warnings.append(
-                f"grammars without effect: {_listed(self.grammars)} (Lark in a tool's call is not enforced)"
-            )
+        effects = (
+            ("fields", _listed(self.fields), "this server does not use them"),
+            ("fields", _listed(self.unread), "the chat template does not read them"),
+            ("schema keywords", ", ".join(self.keywords), "no grammar enforces them"),
+            ("grammars", _listed(self.grammars), "Lark in a tool's call is not enforced"),
+        )
+        warnings += [f"{what} without effect: {names} ({why})" for what, names, why in effects if names]
         return "; ".join(filter(None, warnings)) or None
 
 

@@ -91,11 +91,12 @@ def type_of(value: Any) -> Any:
 
 
 class OneOf:
-    """Annotates a union of at most one model without a fixed `type`, models with one, and other JSON types.
+    """Annotates a union of models with a fixed `type`, one for all other types (the last without), and JSON types.
 
-    An object goes to the model with its `type` (`default` where it has none), and one of a type for which `others` is
-    true to the model without: its schema excludes the served types, unless the member brings its own. All else is
-    refused: a value that is no `expected` by that word, a type by its name. `kind_of` returns an object's type.
+    An object goes to the model of its `type`; `default` is the type of an object without one. Another type goes to the
+    model for others if `others(type)` is true; its schema excludes the fixed types, unless the member brings a schema.
+    The rest is refused: a value of another JSON type with `expected`, a type by its name. `kind_of` returns the type of
+    an object, or the model for it.
     """
 
     def __init__(

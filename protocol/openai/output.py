@@ -104,8 +104,16 @@ class _ChoicesWriter:
         return found
 
     def _finish_reason(self, reason: FinishReason, parser: message_parts.MessageParser | None) -> str:
-        word = api_finish_reason(reason, parser)
-        return "function_call" if word == "tool_calls" and self._in_old_form else word
+        """Return the `finish_reason` of a choice: that of calls, unless the client named the call.
+
+        It is `length` if a call is cut off, because clients run the calls of other choices.
+        """
+        if reason is FinishReason.STOP and parser and parser.num_tool_calls:
+            if parser.cut_calls:
+                reason = FinishReason.LENGTH
+            elif not parser.message_format.call_is_named:
+                return "function_call" if self._in_old_form else "tool_calls"
+        return FINISH_REASONS[reason]
 
     def _begin(self, output: RequestOutput) -> RequestOutput:
         """Return the first output of a choice, with the repeated parts of its prompt before it."""
@@ -291,19 +299,6 @@ class ChoicesBodyWriter(_ChoicesWriter):
             token_ids=choice.token_ids if self._has_token_ids else None,
             **(self._of_prompt(index, choice.prompt_logprobs) if self._wire.prompt_in_choice else _NOTHING),
         )
-
-
-def api_finish_reason(reason: FinishReason, parser: message_parts.MessageParser | None) -> str:
-    """Return the `finish_reason` of a choice: `tool_calls` for calls, unless the client named the call.
-
-    It is `length` if a call is cut off, because clients run the calls of other choices.
-    """
-    if reason is FinishReason.STOP and parser and parser.num_tool_calls:
-        if parser.cut_calls:
-            reason = FinishReason.LENGTH
-        elif not parser.message_format.call_is_named:
-            return "tool_calls"
-    return FINISH_REASONS[reason]
 
 
 class _StreamedChoice(NamedTuple):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, field
 
 from protocol.answers import Answer
 
@@ -186,7 +186,7 @@ class ModelCard(Answer, kw_only=True):
     max_model_len: int
     default_parameters: Mapping[str, float | None]
     chat_parameters: Mapping[str, float]
-    permission: tuple[()] = ()
+    permission: list[Any] = field(default_factory=list)
 
 
 class ModelList(Answer, kw_only=True):

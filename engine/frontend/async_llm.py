@@ -289,10 +289,7 @@ class AsyncLLM:
         elif isinstance(event, EngineReady):
             self.ready = event
             self._inputs = InputProcessor(
-                vocab_size=event.vocab_size,
-                max_model_len=event.max_model_len,
-                seed=self._seed,
-                tokenizer=self._tokenizer,
+                self._tokenizer, vocab_size=event.vocab_size, max_model_len=event.max_model_len, seed=self._seed
             )
             self._take_costs(event.step_costs)
             self._loaded.set()

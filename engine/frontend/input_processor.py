@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -23,10 +24,7 @@ _TOKENS_PER_MICROSECOND = 32
 class InputProcessor:
     """Checks requests against the engine's limits, and makes n requests of one with n > 1. Thread-safe."""
 
-    def __init__(
-        self, *, vocab_size: int, max_model_len: int, seed: int | None = None, tokenizer: Tokenizer | None = None
-    ) -> None:
-        """Make a processor for an engine. Without a `tokenizer`, requests with `bad_words` are refused."""
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, seed: int | None = None) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -57,23 +55,15 @@ class InputProcessor:
         return [self._choices(request, checked[id(request.sampling)]) for request in requests]
 
     def _checked(self, sampling: SamplingParams) -> SamplingParams:
+        """Check the parameters, and add the token ids of their texts."""
         sampling.check(self.vocab_size)
+        token_ids: dict[str, tuple[Any, ...]] = {}
         if sampling.thinking_token_budget is not None and sampling.reasoning_tags is not None:
-            sampling = self._with_end_of_reasoning(sampling, sampling.reasoning_tags[1])
-        if not sampling.bad_words:
-            return sampling
-        if self._tokenizer is None:
-            raise InvalidRequest("bad_words need a tokenizer, and this engine has none.", param="bad_words")
-        words = bad_word_token_ids(self._tokenizer, sampling.bad_words)
-        return msgspec.structs.replace(sampling, bad_words_token_ids=words)
-
-    def _with_end_of_reasoning(self, sampling: SamplingParams, tag: str) -> SamplingParams:
-        if self._tokenizer is None:
-            raise InvalidRequest(
-                "thinking_token_budget needs a tokenizer, and this engine has none.", param="thinking_token_budget"
-            )
-        token_ids = tuple(self._tokenizer.encode(tag, add_special_tokens=False).ids)
-        return msgspec.structs.replace(sampling, reasoning_end_token_ids=token_ids)
+            closing = self._tokenizer.encode(sampling.reasoning_tags[1], add_special_tokens=False)
+            token_ids["reasoning_end_token_ids"] = tuple(closing.ids)
+        if sampling.bad_words:
+            token_ids["bad_words_token_ids"] = bad_word_token_ids(self._tokenizer, sampling.bad_words)
+        return msgspec.structs.replace(sampling, **token_ids) if token_ids else sampling
 
     def _choices(self, request: EngineCoreRequest, sampling: SamplingParams) -> list[EngineCoreRequest]:
         max_tokens = self._max_tokens(len(request.prompt_token_ids), sampling.max_tokens)

@@ -62,10 +62,7 @@ class LLM:
         self._default_sampling = default_sampling or SamplingParams()
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(
-            vocab_size=core.executor.vocab_size,
-            max_model_len=core.config.max_model_len,
-            seed=seed,
-            tokenizer=tokenizer,
+            tokenizer, vocab_size=core.executor.vocab_size, max_model_len=core.config.max_model_len, seed=seed
         )
         self._engine = SharedEngine(core, OutputProcessor(Vocabulary(tokenizer)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -84,7 +85,9 @@ class ThreadClient:
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
         self._channel = RequestChannel(or_dead(self._queries.before(deliver), lambda: self.send(Close())))
         async with anyio.create_task_group() as task_group:
-            task_group.start_soon(self._live_in_thread, self._channel)
+            # With a limiter of its own the engine neither takes a thread from tokenization nor waits for one.
+            run = partial(to_thread.run_sync, limiter=anyio.CapacityLimiter(1))
+            task_group.start_soon(run, run_loop, self._make, self._channel)
             try:
                 yield
             finally:
@@ -97,13 +100,6 @@ class ThreadClient:
 
     async def query(self, question: Question) -> dict[int, Answer]:
         return {0: await self._queries.ask(question)}
-
-    async def _live_in_thread(self, channel: RequestChannel) -> None:
-        # With a limiter of its own the engine neither takes a thread from tokenization nor waits for one.
-        await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
-
-    def _live(self, channel: RequestChannel) -> None:
-        run_loop(self._make, channel)
 
     def _make(self) -> EngineCore:
         self._core = self._make_core()

@@ -38,7 +38,7 @@ from engine.routing.router import WHOLE, FleetSize, Router, wanted_engines
 from engine.routing.tenants import FleetShares, TenantLimits
 from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from engine.transport.channel import Deliver
-from engine.transport.replica import NOTHING_DONE, Placed, Replica, described_as_one, merged, timed_out
+from engine.transport.replica import NOTHING_DONE, Placed, Replica, as_one_engine, merged, timed_out
 
 if TYPE_CHECKING:  # it brings ZMQ
     from engine.transport.process_client import ProcessClient
@@ -278,7 +278,7 @@ class DataParallelClient:
                 logger.info("Engine %d runs%s", replica.index, " again" if replica.num_starts > 1 else "")
             elif len(self._alive()) == self._fleet.size:
                 self._announced = True
-                return [described_as_one([each.engine_info for each in self.replicas if each.engine_info is not None])]
+                return [as_one_engine([each.engine_info for each in self.replicas if each.engine_info is not None])]
         elif isinstance(event, RequestsBegun):
             for request_id in event.request_ids:
                 if request_id in self._placed:

@@ -91,7 +91,7 @@ class Replica:
         return None if oldest is None else max(self.client.last_progress, oldest)
 
 
-def described_as_one(engines: Sequence[EngineReady]) -> EngineReady:
+def as_one_engine(engines: Sequence[EngineReady]) -> EngineReady:
     """Return one description of all engines: the limits that hold for each, and their blocks together."""
     return msgspec.structs.replace(
         engines[0],

@@ -42,7 +42,7 @@ class CountingTokenizer:
 
 async def test_what_prompts_share_is_checked_and_tokenized_once() -> None:
     tokenizer = CountingTokenizer()
-    inputs = InputProcessor(vocab_size=VOCAB_SIZE, max_model_len=128, seed=0, tokenizer=cast("Tokenizer", tokenizer))
+    inputs = InputProcessor(cast("Tokenizer", tokenizer), vocab_size=VOCAB_SIZE, max_model_len=128, seed=0)
     first = make_request(range(4), max_tokens=1, bad_words=("a", "bc"), n=3)
     others = [structs.replace(first, prompt_token_ids=[5, 6, 7, number]) for number in range(8, 40)]
     choices = inputs.process([first, *others])

@@ -14,6 +14,7 @@ from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,
+    byte_level_tokenizer,
     make_core,
     make_request,
     make_scheduler,
@@ -160,7 +161,7 @@ def test_a_prompt_that_is_being_prefilled_for_another_waits_one_step_and_shares(
 
 def test_children_of_one_request_prefill_their_shared_prompt_once() -> None:
     core = make_core(block_size=4)
-    (children,) = InputProcessor(vocab_size=1000, max_model_len=128, seed=0).process(
+    (children,) = InputProcessor(byte_level_tokenizer(), vocab_size=1000, max_model_len=128, seed=0).process(
         [make_request(range(18), n=4, max_tokens=1, temperature=1.0)]
     )
     for child in children:

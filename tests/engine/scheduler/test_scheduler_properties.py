@@ -29,13 +29,14 @@ from engine.messages import EngineCoreRequest, FinishReason, ModelFacts
 from engine.plan import SchedulerOutput, most_blocks, most_in_window, owned
 from engine.scheduler.request import RequestStatus
 from tests.engine.checked_executor import CheckedExecutor, PlanViolation
-from tests.engine.helpers import assert_nothing_left, make_request
+from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_request
 from tests.engine.queueing_executor import QueueingExecutor
 from tests.engine.simulated_tier import SimulatedTier
 from tests.engine.simulated_tokens import expected_output
 from tests.engine.stories import explore
 
 VOCAB_SIZE = 50
+TOKENIZER = byte_level_tokenizer()
 EOS = (5,)
 
 _seen: Counter[str] = Counter()  # what the runs went through, so that the test knows that it tested something
@@ -118,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
             )
             self.executor.tier = self.tier
         self.core = EngineCore(config, self.executor)
-        self.inputs = InputProcessor(vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len, seed=0)
+        self.inputs = InputProcessor(TOKENIZER, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len, seed=0)
         self.children: dict[str, EngineCoreRequest] = {}
         self.gained: dict[str, list[int]] = {}
         self.finishes: dict[str, tuple[FinishReason, int | str | None]] = {}

@@ -39,7 +39,7 @@ def num_reasoning_tokens(token_ids: list[int], *, is_open: bool) -> int:
 
 def prepared(request: EngineCoreRequest) -> EngineCoreRequest:
     """As the front door hands it over."""
-    inputs = InputProcessor(vocab_size=VOCAB_SIZE, max_model_len=4096, tokenizer=TOKENIZER)
+    inputs = InputProcessor(TOKENIZER, vocab_size=VOCAB_SIZE, max_model_len=4096)
     [[child]] = inputs.process([request])
     return msgspec.structs.replace(child, request_id=request.request_id)
 

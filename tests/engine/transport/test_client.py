@@ -14,7 +14,7 @@ from engine.core.core import EngineCore, IsAbandoned
 from engine.errors import EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, FinishReason
-from engine.transport.client import ThreadClient
+from engine.transport.client import ThreadClient, run_loop
 from tests.engine.helpers import count_wake_ups, make_request
 from tests.engine.serving import TOKENIZER, collect, read_one, running
 
@@ -138,7 +138,7 @@ def engine_threads() -> list[int]:
 
     def runs_engine(frame: Any) -> bool:
         while frame is not None:
-            if frame.f_code is ThreadClient._live.__code__:
+            if frame.f_code is run_loop.__code__:
                 return True
             frame = frame.f_back
         return False

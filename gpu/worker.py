@@ -148,19 +148,19 @@ class Worker:
 
     def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions, progress: Progress) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
-        if self._on_cuda and self._links != NO_LINKS:
-            if options.kv_cache_memory is None:
-                allowed = (
-                    "what the steps of a stage take on a CUDA device is not measured, so kv_cache_memory is needed"
-                )
-                raise ConfigError("kv_cache_memory", None, allowed=allowed, hint=f"kv_cache_memory={4 * GIB} works")
-            budget = options.kv_cache_memory
-        elif self._on_cuda:
-            from gpu.device.warm_up import kv_cache_budget
+        if self._on_cuda and self._links != NO_LINKS and options.kv_cache_memory is None:
+            allowed = "what the steps of a stage take on a CUDA device is not measured, so kv_cache_memory is needed"
+            raise ConfigError("kv_cache_memory", None, allowed=allowed, hint=f"kv_cache_memory={4 * GIB} works")
+        if self._on_cuda:
+            from gpu.device.warm_up import compile_stage, kv_cache_budget
             from gpu.models.torch_model import TorchModel
 
             assert isinstance(model, TorchModel)
-            budget = kv_cache_budget(model, options, progress)  # a rehearsal, which is wanted in any case
+            if self._links == NO_LINKS:
+                budget = kv_cache_budget(model, options, self._num_threads, progress)
+            else:
+                compile_stage(model, options, self._links, self._num_threads, progress)
+                budget = 0  # kv_cache_memory is given
         else:
             budget = int(min(CPU_MEMORY_SHARE * free_memory("cpu"), CPU_MEMORY_LIMIT) * options.kv_cache_share)
         if options.kv_cache_memory is not None:

@@ -331,7 +331,8 @@ class Settings(BaseSettings):
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     num_threads: int | None = Field(
         None,
-        description="Threads for computing on a CPU, per engine. Default: one per core, shared by the engines.",
+        description="Threads for computing on a CPU, per engine; on CUDA, up to 8 of them compile kernels at the "
+        "start. Default: one per core, shared by the engines.",
         ge=1,
         le=4096,
         examples=[2],

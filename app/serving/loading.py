@@ -187,11 +187,14 @@ class Share:
 
 
 def divide(settings: Settings) -> list[Share]:
-    """Divide the machine among the engines: its CUDA devices, or equal parts of cores and memory if there are none.
+    """Divide the machine among the engines: equal parts of its cores, and its CUDA devices, or if there are none equal
+    parts of its memory.
 
     Raises ConfigError for more engines than devices.
     """
     size, each = settings.data_parallel_size, settings.num_ranks
+    num_threads = settings.num_threads or max(1, usable_cores() // size)
+    settings = settings.model_copy(update={"num_threads": num_threads})
     devices = [] if settings.device == "cpu" else cuda_devices()
     if devices:
         setting = "tensor_parallel_size" if each > len(devices) else "data_parallel_size"
@@ -204,8 +207,7 @@ def divide(settings: Settings) -> list[Share]:
                 hint=f"{setting}={max(1, len(devices) // each)} works, or device=cpu",
             )
         return [Share(settings, devices=",".join(devices[i * each : (i + 1) * each])) for i in range(size)]
-    num_threads = settings.num_threads or max(1, usable_cores() // size)
-    return [Share(settings.model_copy(update={"num_threads": num_threads}), 1 / size)] * size
+    return [Share(settings, 1 / size)] * size
 
 
 def make_process_client(share: Share, progress: Progress, index: int | None = None) -> ProcessClient:

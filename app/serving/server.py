@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -324,6 +324,12 @@ class Server:
         with closing(prompts):
             await self._serve(files, prompts)
 
+    def _report_or_end(self, phase: str, done: int, total: int | None) -> None:
+        """Report for the thread that loads the engine. Raises EngineDead when the server ends, so that loading does."""
+        if self.phase is ServerPhase.STOPPING:
+            raise EngineDead("the server ends before the model is loaded")
+        self.start_up.report(phase, done, total)
+
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:
         from app.serving.loading import (
             chat_parameters,
@@ -339,6 +345,7 @@ class Server:
         grammars = make_grammar_compiler(files)
         if self.settings.executor == "ray":
             await to_thread.run_sync(join_ray)
+        files = replace(files, progress=self._report_or_end)
         client = make_client(self.settings, files, self.start_up.report, grammars)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
         llm.on_step_costs = self.admission.wait.set_costs

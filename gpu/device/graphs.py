@@ -71,6 +71,14 @@ class CudaGraphs:
         return graph.replay
 
 
+class EagerGraphs:
+    """Graphs that are no graphs: each replay runs the work."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        run()
+        return run
+
+
 class AgreedGraphs:
     """The graphs of one of several tensor ranks: a graph that one rank cannot capture is used on none.
 

@@ -182,10 +182,12 @@ class DeviceRunner:
 
 
 def make_device_runner(
-    served: TorchModel, num_blocks: int, sizes: BatchSizes, max_num_batched_tokens: int
+    served: TorchModel, num_blocks: int, sizes: BatchSizes, max_num_batched_tokens: int, graphs: Graphs | None = None
 ) -> DeviceRunner:
-    """The runner of a model where it is, with a cache of its own, and with graphs on a CUDA device."""
+    """The runner of a model where it is, with a cache of its own, and with `graphs`, on a CUDA device its own."""
     model, device = served.model, served.device
+    if graphs is None and device.type == "cuda":
+        graphs = agreed(CudaGraphs(device), model.communicator, device)
     return DeviceRunner(
         model,
         model.allocate_kv_cache(num_blocks, served.dtype, device),
@@ -193,7 +195,7 @@ def make_device_runner(
         device,
         vocab_size=model.config.vocab_size,
         max_num_batched_tokens=max_num_batched_tokens,
-        graphs=agreed(CudaGraphs(device), model.communicator, device) if device.type == "cuda" else None,
+        graphs=graphs,
     )
 
 

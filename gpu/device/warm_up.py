@@ -1,28 +1,39 @@
 """The steps that are run before serving, and the memory they take.
 
 They take the most memory, so that what is left can be given to the KV cache; and they start every kernel in every form
-in which a step may want it, so that none is compiled while streams wait.
+in which a step may want it, so that none is compiled while streams wait. They run twice: first only to compile these
+kernels, several at a time, then to measure.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
+from triton.runtime.jit import JITCallable, JITFunction
 
+from engine.errors import HeadraceError
 from engine.messages import SamplingParams
 from engine.plan import NewRequestData, SchedulerOutput, TokenMasks
 from gpu.checkpoint.model_files import Progress, no_progress
+from gpu.device.graphs import EagerGraphs, Graphs
 from gpu.device.runner import DeviceRunner, make_device_runner
 from gpu.kv_cache import check_max_model_len, kv_layout
 from gpu.models.torch_model import TorchModel
+from gpu.runner.host_runner import ModelRunner
 from gpu.runner.rows import BatchSizes
-from gpu.runner.runner import Runner, WorkerOptions
+from gpu.runner.runner import Runner, StageLinks, WorkerOptions
 
-PHASE = "Compiling kernels"  # the first step of each form compiles its kernels; with a warm cache it is quick
+COMPILING = "Compiling kernels"  # with a warm cache it is quick
+MEASURING_STEPS, MEASURING_GRAPHS = "Measuring the memory of steps", "Measuring the memory of CUDA graphs"
+MOST_COMPILERS = 8  # threads; much of a compilation holds Python's lock
 PLAIN = SamplingParams(temperature=1.0, top_p=0.999, seed=0)
 # All that a request may want of the logits. They become float32 for it, so these are other kernels than the plain ones.
 EVERYTHING = SamplingParams(
@@ -66,19 +77,20 @@ def rehearse(
     plans[-1].masks = _EveryToken(vocab_size)
     plans.append(plan(names, [], [], [], []))
     for number, each in enumerate(plans):
-        progress(PHASE, number, len(plans))
+        progress(MEASURING_STEPS, number, len(plans))
         runner.submit(each).result()
-    progress(PHASE, len(plans), len(plans))
+    progress(MEASURING_STEPS, len(plans), len(plans))
 
 
-def graph_memory(runner: DeviceRunner, free: Callable[[], int]) -> int:
+def graph_memory(runner: DeviceRunner, free: Callable[[], int], progress: Progress = no_progress) -> int:
     """Bytes that all graphs of a runner that has none will take, estimated from two: the first, which is the largest,
     brings the memory that all share, the second what each takes besides. `free` says how many bytes are."""
-    before = free()
-    runner.prepare()
-    after_one = free()
-    runner.prepare()
-    return max(0, before - after_one) + max(0, after_one - free()) * (runner.num_missing_graphs + 1)
+    left = [free()]
+    for number in range(2):
+        progress(MEASURING_GRAPHS, number, 2)
+        runner.prepare()
+        left.append(free())
+    return max(0, left[0] - left[1]) + max(0, left[1] - left[2]) * (runner.num_missing_graphs + 1)
 
 
 def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams) -> NewRequestData:
@@ -93,24 +105,112 @@ def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams
     )
 
 
+# ------------------------------------------------------------------------------------------------------------ compiling
+# Kernels are compiled by threads: Triton's compiler releases Python's lock for most of its work.
+
+
+_launch, _parse, _parsing = JITFunction.run, JITCallable.parse, threading.Lock()
+
+
+class _CompileOnly(AsyncCompileMode):
+    """Within it, launches of this thread submit their kernels to a pool, and none runs. A launch that runs would wait
+    for its kernel, so that one is compiled at a time."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        super().__init__(pool, ignore_errors=True)
+        self.names: dict[Future[Any], str] = {}  # of the kernels that were submitted
+
+
+def launch_or_compile(kernel: JITFunction, *args: Any, warmup: bool, **keywords: Any) -> Any:
+    """Do what `JITFunction.run` does, but launch nothing within `_CompileOnly`."""
+    mode = active_mode.get()
+    if not isinstance(mode, _CompileOnly):
+        return _launch(kernel, *args, warmup=warmup, **keywords)
+    compiled = _launch(kernel, *args, warmup=True, **keywords)
+    if isinstance(compiled, FutureKernel):
+        mode.names[compiled.future] = kernel.fn.__name__
+    return compiled
+
+
+def _parse_alone(function: JITCallable) -> Any:
+    """Parse while no other thread does: Python counts the depth of all syntax trees that it builds in one variable, and
+    raises SystemError if threads take turns before a tree is complete (cpython#106905)."""
+    with _parsing:
+        return _parse(function)
+
+
+JITFunction.run, JITCallable.parse = launch_or_compile, _parse_alone
+
+
+def compile_kernels(launch: Callable[[], object], num_workers: int, progress: Progress = no_progress) -> None:
+    """Compile all kernels that `launch` launches, in `num_workers` threads. None of them runs, so what `launch`
+    computes means nothing.
+
+    Raises HeadraceError for a kernel that cannot be compiled. Then, and if `progress` raises, compilations that have
+    not begun are cancelled; those that run cannot be interrupted and are not waited for.
+    """
+    pool = ThreadPoolExecutor(min(num_workers, MOST_COMPILERS), thread_name_prefix="headrace-compile")
+    with _CompileOnly(pool) as mode:
+        try:
+            progress(COMPILING, 0, None)
+            launch()
+            for done, future in enumerate(as_completed(mode.names), 1):
+                if (error := future.exception()) is not None:
+                    reason = f"Triton cannot compile the kernel {mode.names[future]}: {type(error).__name__}"
+                    raise HeadraceError(f"{reason}. device=cpu works without it") from error
+                progress(COMPILING, done, len(mode.names))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for future in mode.raw_futures:
+                if future.cancelled():
+                    future.set_running_or_notify_cancel()  # or the end of the mode would wait for it
+            mode.raw_futures = [future for future in mode.raw_futures if future.done()]
+
+
+def compile_stage(
+    model: TorchModel, options: WorkerOptions, links: StageLinks, num_workers: int, progress: Progress = no_progress
+) -> None:
+    """Compile the kernels of a stage of a pipeline, without the other stages."""
+    config, sizes = model.model.config, _sizes(model, options)
+    alone = StageLinks(
+        receive=links.receive and (lambda num_tokens: np.zeros((num_tokens, config.hidden_size), np.float32)),
+        send=links.send and (lambda states: None),
+    )
+    model.allocate_kv_cache(1)
+    runner, most = ModelRunner(model, sizes, alone, model.shards), options.max_num_batched_tokens
+    compile_kernels(lambda: rehearse(runner, sizes, most, config.vocab_size), num_workers, progress)
+
+
+def _sizes(model: TorchModel, options: WorkerOptions) -> BatchSizes:
+    config = model.model.config
+    longest = check_max_model_len(config, options.max_model_len)
+    return BatchSizes(options.max_num_seqs, longest, options.block_size, kv_layout(config).num_groups)
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 # Memory of a CUDA device: how much of it the KV cache may have. Used by the worker.
 
 
-def kv_cache_budget(model: TorchModel, options: WorkerOptions, progress: Progress = no_progress) -> int:
+def kv_cache_budget(
+    model: TorchModel, options: WorkerOptions, num_workers: int, progress: Progress = no_progress
+) -> int:
     """Bytes that the KV cache may take, with the weights in place. A runner with a cache of one block finds out what
-    steps, tables and graphs take, and compiles what they need."""
+    steps, tables and graphs take, when `num_workers` threads have compiled the kernels that they need."""
+    sizes, most = _sizes(model, options), options.max_num_batched_tokens
+
+    def rehearsed(graphs: Graphs | None = None, progress: Progress = no_progress) -> DeviceRunner:
+        runner = make_device_runner(model, 1, sizes, most, graphs)
+        rehearse(runner, sizes, most, model.model.config.vocab_size, progress)
+        return runner
+
+    compile_kernels(lambda: graph_memory(rehearsed(EagerGraphs()), lambda: 0), num_workers, progress)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     resident = torch.cuda.memory_allocated(model.device)
-    longest = check_max_model_len(model.model.config, options.max_model_len)
-    num_groups = kv_layout(model.model.config).num_groups
-    sizes = BatchSizes(options.max_num_seqs, longest, options.block_size, num_groups)
-    runner = make_device_runner(model, 1, sizes, options.max_num_batched_tokens)
-    rehearse(runner, sizes, options.max_num_batched_tokens, model.model.config.vocab_size, progress)
+    runner = rehearsed(progress=progress)
     steps = torch.cuda.max_memory_allocated(model.device) - resident
-    graphs = graph_memory(runner, lambda: torch.cuda.mem_get_info(model.device)[0])
+    graphs = graph_memory(runner, lambda: torch.cuda.mem_get_info(model.device)[0], progress)
     torch.cuda.synchronize(model.device)
     del runner
     gc.collect()

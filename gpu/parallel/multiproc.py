@@ -390,8 +390,8 @@ def _setup(
     """Return the first message to a rank, with its share of the machine."""
     size, stage = layout.world_size, layout.pp_rank
     own: dict[str, Any] = {"kv_cache_memory": options.kv_cache_memory and options.kv_cache_memory // size}
+    own["num_threads"] = max(1, (options.num_threads or usable_cores()) // size)
     if resolve_device(options.device) == "cpu":
-        own["num_threads"] = max(1, (options.num_threads or usable_cores()) // size)
         own["kv_cache_share"] = options.kv_cache_share / size
     elif size > 1:
         own["device"] = f"cuda:{layout.rank}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.kv_cache import GIB
 from gpu.model_loader import _warn_once, resolve_device
 from gpu.models.communicators import TorchCommunicator
+from gpu.parallel.links import RingWriter
 from gpu.parallel.messages import Group, RankSetup
+from gpu.parallel.multiproc import Shared, _setup
 from gpu.parallel.rank_main import serve
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
@@ -128,6 +131,14 @@ def test_tensor_ranks_meet_on_a_device_with_a_number(cards: pytest.MonkeyPatch, 
         resolve_device(device),
     )
     assert found[0].index == int(device == "cuda:1")  # torch raises for None
+
+
+def test_ranks_on_cards_share_the_cores(cards: pytest.MonkeyPatch) -> None:
+    cards.setattr("gpu.parallel.multiproc.usable_cores", lambda: 9)
+    layout, ring = Layout(tensor_parallel_size=2), RingWriter(2)
+    with closing(ring), Shared(layout, 4096) as shared:
+        setup = _setup({"model": "m", "cache_dir": None, "load_format": "auto"}, WorkerOptions(), layout, shared, ring)
+    assert setup.options["num_threads"] == 4
 
 
 def test_weights_are_counted_in_the_type_that_a_card_keeps_them_in(cards: pytest.MonkeyPatch) -> None:

@@ -112,8 +112,10 @@ def test_engines_without_devices_share_cores_and_memory(monkeypatch: pytest.Monk
 
 def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-abc ,5")
+    monkeypatch.setattr(loading, "usable_cores", lambda: 9)
     settings = Settings(engine="process", data_parallel_size=2)
     assert [(replica.devices, replica.kv_cache_share) for replica in divide(settings)] == [("2", 1), ("GPU-abc", 1)]
+    assert [replica.settings.num_threads for replica in divide(settings)] == [4, 4], "which compile kernels"
     on_cpu = settings.model_copy(update={"device": "cpu"})
     assert [(replica.devices, replica.kv_cache_share) for replica in divide(on_cpu)] == [(None, 0.5)] * 2
     with pytest.raises(ConfigError, match=r"data_parallel_size is 4: .* and 3 can be used. data_parallel_size=3 works"):

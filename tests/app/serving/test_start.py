@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.harness import Server
-from tests.support.tiny_model import tiny_server
+from tests.support.tiny_model import tiny_server, tiny_settings
+
+
+class CardServer(Server):
+    """A server on a card that compiles and runs nothing."""
+
+    def command(self) -> list[str]:
+        return ["tests.gpu.fake_card", "serve", "--port", str(self.port), "--worker-class", self.worker_class]
 
 
 def test_port_answers_while_the_model_is_still_loading() -> None:
@@ -32,6 +42,25 @@ def test_port_answers_while_the_model_is_still_loading() -> None:
         assert server.client.get("/health").status_code == 200
         assert server.chat("Hello", max_tokens=1)["usage"]["completion_tokens"] == 1
         assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_startupz_counts_the_kernels_that_are_compiled_and_sigterm_ends_their_compilation(tmp_path: Path) -> None:
+    settings: dict[str, Any] = tiny_settings(dtype="float16", num_threads=1)
+    server = CardServer(**settings)
+    server.environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    with server:
+        found = server.poll(
+            lambda: server.get_or_none("/startupz"),
+            lambda answer: (
+                answer is not None and answer.json()["total"] and answer.json()["task"] == "Compiling kernels"
+            ),
+        )
+        assert found is not None
+        assert 0 < found.json()["done"] < found.json()["total"]
+        assert server.stop() == 0
+        assert "has not ended" not in server.log
+    assert len(list(tmp_path.glob("*/*.cubin"))) < found.json()["total"]
 
 
 def test_model_that_does_not_exist_ends_the_process_and_the_last_line_names_it(tmp_path: Path) -> None:

@@ -19,17 +19,7 @@ TYPES = ("bfloat16", "float16", "float32")
 
 def compiled(folder: Path, capability: int, dtype: str, *kernels: str) -> list[dict[str, Any]]:
     """Compile all kernels, or those named, in every form. Fail if one spills registers or exceeds the shared memory."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.compile_kernels", str(capability), dtype, *kernels],
-        check=False,
-        env=environment | {"TRITON_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    reports = printed("compile_kernels", str(capability), dtype, *kernels, TRITON_CACHE_DIR=str(folder))
     for report in reports:
         assert report["stack"] == 0, report
         assert report["shared"] <= SHARED_MEMORY[capability], report
@@ -74,17 +64,51 @@ def launched_kernels() -> set[str]:
 
 @pytest.mark.timeout(600)
 def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    rehearsed, later, of_stage, later_of_stage = printed("compile_census")
+    of_experts = {"_grouped_linear", "_combine"}  # which the model of the census has none of
+    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - of_experts
+    assert later == []
+    assert any(form.startswith("_prefill") for form in of_stage)
+    assert later_of_stage == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_pool_compiles_all_kernels_before_the_first_runs_and_reports_each(tmp_path):
+    [found] = printed("compile_in_pool", str(tmp_path))
+    assert found["broken parses"] == []
+    assert len(found["serial"]) == 5
+    assert found["pool"] == found["serial"]
+    assert (found["in memory"], found["unfinished"], found["again"]) == (5, 0, True)
+    assert found["asked by launches"] == []
+
+    assert found["stopped"].startswith("Stop")
+    assert 1 <= found["before the stop"] < 5, "those that had not begun are cancelled"
+    assert found["after the stop"] == found["serial"], "what was cancelled can be compiled later"
+    assert found["wrong"].startswith("HeadraceError: Triton cannot compile the kernel _wrong: CompilationError")
+
+    def compiling(number: int) -> list[Any]:
+        done = range(1, number + 1)
+        return [["Compiling kernels", 0, None], *(["Compiling kernels", each, number] for each in done)]
+
+    steps = [["Measuring the memory of steps", done, 5] for done in range(6)]
+    graphs = [["Measuring the memory of CUDA graphs", done, 2] for done in range(2)]
+    assert found["reports"] == compiling(found["of the worker"]) + steps + graphs
+    assert found["asked by the worker"] == []
+    of_stage = found["reports of a stage"]
+    assert len(of_stage) > 5
+    assert of_stage == compiling(len(of_stage) - 1)
+
+
+def printed(module: str, *arguments: str, **environment: str) -> list[Any]:
+    """What a module of the tests prints, a line of JSON each. It runs where Triton does not interpret."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.compile_census"],
+        [sys.executable, "-m", f"tests.gpu.{module}", *arguments],
         check=False,
-        env=environment,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment,
         capture_output=True,
         text=True,
         timeout=580,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    rehearsed, later = (json.loads(line) for line in run.stdout.splitlines())
-    of_experts = {"_grouped_linear", "_combine"}  # which the model of the census has none of
-    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - of_experts
-    assert later == []
+    return [json.loads(line) for line in run.stdout.splitlines()]

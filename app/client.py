@@ -1,10 +1,9 @@
-"""A streaming HTTP/1.1 client for measurements and for the commands that talk to a server.
+"""A streaming HTTP/1.1 client for measurements, and a synchronous one for commands that talk to a server.
 
-An `Exchange` is one request, and the reads that brought its answer with their times. The time of a read is when its
-last byte reached this machine: the kernel notes it (SO_TIMESTAMPNS), so a client that has to wait for a processor, or
-has 256 streams to look at, does not add its own lateness to what it measures. Behind TLS, where the kernel's note is
-lost, it is the time of the look. Whether an answer has ended is seen from its framing alone; its text is read
-later (`read_answer`).
+1. An `Exchange` is one request with the reads of its answer. The time of a read is when its last byte reached this
+   machine: the kernel notes it (SO_TIMESTAMPNS), so the delay of a busy client does not count as the server's. With TLS
+   it is the time at which the client read.
+2. The end of an answer is found by its framing alone; its text is parsed later (`read_answer`).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,18})", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 _CHUNK_SIZE = re.compile(rb"([0-9a-f]{1,16})[ \t]*(?:;|\Z)", re.IGNORECASE)
 _CLOSES = re.compile(rb"^HTTP/1\.0|\r\nconnection: *close", re.IGNORECASE)
-NO_HTTP = "what came is no HTTP/1.1"
+NO_HTTP = "the answer is not HTTP/1.1"
 CLOSED_EARLY, CLOSED_LATE = "connection closed before an answer", "connection closed in mid-answer"
-_SO_TIMESTAMPNS = 35  # of Linux; the module socket does not name it
-_CLOSE = 5e-6  # seconds between two looks at clocks that nothing has come between
+_SO_TIMESTAMPNS = 35  # Linux; the socket module has no name for it
+_CLOSE = 5e-6  # seconds between two clock readings without an interruption
 _HTTP = b"HTTP/1."
 _TIMESPEC = struct.Struct("@ll")
 _LAST_CHUNK = re.compile(rb"\r\n0+(?:;[^\r\n]*)?\r\n(?:[^\r\n:]+:[^\r\n]*\r\n)*\r\n\Z")  # with trailers
@@ -45,15 +44,15 @@ MAX_HEAD, MAX_TRAILERS, MAX_CHUNK_HEAD = 2**16, 2**12, 2**12  # bytes
 
 
 class Exchange:
-    """One request and its answer as it came."""
+    """One request and the bytes of its answer."""
 
     __slots__ = ("body_at", "chunked", "done", "end_time", "error", "head", "reads", "start_time", "times")
 
     def __init__(self) -> None:
-        self.start_time = 0.0  # just before the request was written, or its connection was opened
+        self.start_time = 0.0  # before the request was written or its connection was opened
         self.end_time = 0.0
         self.head = b""  # status line and headers
-        self.body_at = 0  # where the body begins in the joined reads
+        self.body_at = 0  # offset of the body in the joined reads
         self.chunked = False
         self.reads: list[bytes] = []
         self.times: list[float] = []  # of each read
@@ -61,9 +60,9 @@ class Exchange:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def body(self) -> Iterator[tuple[bytes, float]]:
-        """Its parts as they came, without the framing, and the time of each."""
+        """Yield the parts of the body without framing, each with the time of its read."""
         skip = self.body_at
-        pending, left = b"", 0  # left: bytes of the chunk that are to come, with the line end after it
+        pending, left = b"", 0  # left: bytes of the chunk that are still to come, including its line end
         for data, moment in zip(self.reads, self.times, strict=True):
             if skip >= len(data):
                 skip -= len(data)
@@ -79,34 +78,34 @@ class Exchange:
                     if not found and len(size) < MAX_CHUNK_HEAD:
                         break
                     if not (digits := _CHUNK_SIZE.match(size)):
-                        return  # what follows cannot be understood; the stream has broken off
+                        return  # not a chunk: the stream broke off
                     left, pending = int(digits[1], 16) + 2, rest
                     continue
                 part, pending = pending[:left], pending[left:]
                 left -= len(part)
-                # Of the line end after a chunk, two bytes or one may be in this part.
+                # This part may end with one or both bytes of the line end after the chunk.
                 yield part[: len(part) - max(0, 2 - left)], moment
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the exchange that it is used for. A protocol where there is TLS."""
+    """One connection and its current exchange. With TLS it is the protocol of an asyncio transport."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._exchange: Exchange | None = None
-        self._bytes_left: int | None = None  # of a body of known length; None: until it closes
+        self._bytes_left: int | None = None  # of a body of known length; None: the body ends with the connection
 
     def connection_made(self, transport: Any) -> None:  # uvloop's transports are no asyncio.Transport
         self.transport: asyncio.Transport | StampedSocket = transport
 
     def send(self, exchange: Exchange, request: bytes) -> None:
-        """Write a request whose answer goes to `exchange`."""
+        """Write a request; its answer goes to `exchange`."""
         self._exchange = exchange
         self.transport.write(request)
 
     def data_received(self, data: bytes, time: float | None = None) -> None:
         exchange = self._exchange
-        if exchange is None:  # nobody has asked
+        if exchange is None:  # bytes without a request
             self.transport.abort()
             return
         exchange.times.append(perf_counter() if time is None else max(time, exchange.start_time))
@@ -129,7 +128,7 @@ class Connection(asyncio.Protocol):
             self._end("" if to_its_end else why, keep=False)
 
     def give_up(self, exchange: Exchange, why: str) -> None:
-        """End the exchange from this side, if it still runs here."""
+        """End the exchange if it still uses this connection."""
         if self._exchange is exchange:
             self._end(why, keep=False)
 
@@ -166,10 +165,10 @@ class Connection(asyncio.Protocol):
 
 
 class KernelClock:
-    """From the kernel's time, CLOCK_REALTIME, to that of `perf_counter`.
+    """Converts the kernel's time (CLOCK_REALTIME) to that of `perf_counter`.
 
-    Whoever is kept from the processor between two looks at two clocks sees them apart by as much; the difference from
-    the last two looks that followed close upon each other is the better one.
+    A process that is descheduled between the readings of two clocks sees a wrong difference, so the difference is only
+    updated by readings in quick succession.
     """
 
     def __init__(self) -> None:
@@ -186,7 +185,7 @@ _kernel_clock = KernelClock()
 
 
 class StampedSocket:
-    """A plain connection. Its reads have the time, on the clock of `perf_counter`, at which the kernel got them."""
+    """A connection without TLS. Each read has the time of its arrival in the kernel, on the clock of `perf_counter`."""
 
     def __init__(self, sock: socket.socket, connection: Connection) -> None:
         self._socket = sock
@@ -194,18 +193,18 @@ class StampedSocket:
         self._unsent = b""
         self._is_open = True
         self._loop = asyncio.get_running_loop()
-        with suppress(OSError):  # another system: the time of the look is good enough
+        with suppress(OSError):  # not Linux: the time at which the client reads is used
             sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop.add_reader(sock, self._read)
 
     def write(self, data: bytes) -> None:
-        """All at once, or the rest when there is room."""
+        """Send now what the socket takes, and the rest when it has room."""
         self._unsent += data
         self._flush()
 
     def abort(self) -> None:
-        """Close, and tell the connection soon."""
+        """Close the socket, and call `connection_lost` soon."""
         self._close(None)
 
     def _flush(self) -> None:
@@ -247,12 +246,13 @@ class StampedSocket:
 
 
 class ConnectionPool:
-    """Connections to one server. As many as there are exchanges at a time; who is done leaves its own for the next."""
+    """Connections to one server, one for each concurrent exchange. A finished exchange leaves its connection to the
+    next."""
 
     def __init__(
         self, base_url: str, headers: Mapping[str, str], *, verify: bool = True, timeout: float = 3600.0
     ) -> None:
-        """`headers` go with every request, which has `timeout` seconds. Raises SettingsError for a bad address."""
+        """Send `headers` with every request, and end it after `timeout` seconds. Raises SettingsError for a bad URL."""
         parts, self._prefix = server_address("--base-url", base_url)
         assert parts.hostname
         self.free: list[Connection] = []
@@ -268,16 +268,15 @@ class ConnectionPool:
         self._headers |= {name.lower(): value for name, value in headers.items()}
 
     def message(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-        """A request as it is written. `headers`, in lower case, win over those of every request."""
-        sent = (
-            self._headers | dict(headers or {}) | {"content-type": "application/json", "content-length": str(len(body))}
-        )
+        """Return the bytes of a request. `headers`, in lower case, override those of the pool."""
+        framing = {"content-type": "application/json", "content-length": str(len(body))}
+        sent = self._headers | dict(headers or {}) | framing
         lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{lines}\r\n"
         return head.encode("latin-1") + body
 
     async def open(self, number: int) -> None:
-        """Open connections ahead of their use. Raises SettingsError where nobody answers."""
+        """Open connections in advance. Raises SettingsError if the server does not accept them."""
         try:
             for _ in range(number):
                 self.free.append(await self._connect())
@@ -285,7 +284,7 @@ class ConnectionPool:
             raise SettingsError(f"No answer from {self._host}:{self._port}: {error}. Is the server running?") from error
 
     async def exchange(self, request: bytes) -> Exchange:
-        """Send a request and return when its answer has ended, come what may. Cancelled, it hangs up."""
+        """Send a request and return when its answer has ended or failed. Cancellation closes the connection."""
         exchange = Exchange()
         exchange.start_time = perf_counter()
         for again in (True, False):
@@ -304,12 +303,12 @@ class ConnectionPool:
                 connection.give_up(exchange, "cancelled")
             if not (reused and exchange.error == CLOSED_EARLY):
                 break
-            # The server closed a connection that had been idle for too long just as it was used again.
+            # The server closed an idle connection just as it was used again.
             exchange.error, exchange.done = "", asyncio.get_running_loop().create_future()
         return exchange
 
     async def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
-        """The answer to a GET; None if it is no JSON or not 200."""
+        """Return the JSON that answers a GET; None if the status is not 200 or the body is not JSON."""
         exchange = await self.exchange(self.message("GET", path, headers=headers))
         if not exchange.head.startswith(b"HTTP/1.1 200") or exchange.error:
             return None
@@ -319,12 +318,12 @@ class ConnectionPool:
             return None
 
     def forget(self, connection: Connection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         if connection in self.free:
             self.free.remove(connection)
 
     def close(self) -> None:
-        """Close what is open and idle."""
+        """Close all idle connections."""
         for connection in self.free:
             connection.transport.abort()
 
@@ -354,34 +353,34 @@ class ConnectionPool:
 
 
 def _ends(reads: list[bytes]) -> bool:
-    """Whether the last chunk has come, in one read or in several."""
+    """Return True if the last chunk has arrived, in one read or in several."""
     return _LAST_CHUNK.search(b"".join(reads[-16:])[-MAX_TRAILERS:]) is not None
 
 
 def allow_open_files() -> None:
-    """As many connections as the system lets this process have."""
+    """Raise this process's limit of open files to the highest value that the system allows."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # -------------------------------------------------------------------------------------------------------- server client
-# What the commands that talk to a server ask it: a few calls of its API, on the standard library alone.
+# The synchronous client of the commands, on the standard library.
 
 
-_UNPRINTABLE = "\n\t\u200d"  # and yet a part of texts; the last one joins emoji
+_UNPRINTABLE = "\n\t\u200d"  # unprintable, but a part of texts; the last one joins emoji
 
 
 class ServerError(HeadraceError):
-    """The server did not answer as it should; the message is its own where it had one."""
+    """A request failed. The message is the server's if it sent one."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.status = status  # None: it did not answer at all
+        self.status = status  # None: no HTTP answer came
 
 
 def server_address(flag: str, url: str) -> tuple[SplitResult, str]:
-    """An address, checked, and what comes before the paths of its API, whether or not it ends in /v1 as clients of
-    OpenAI's API write it. Raises SettingsError."""
+    """Return a checked URL and the prefix of its API's paths; a trailing /v1, as clients of OpenAI's API write it, is
+    ignored. Raises SettingsError."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
@@ -392,7 +391,7 @@ def server_address(flag: str, url: str) -> tuple[SplitResult, str]:
 
 
 class ServerClient:
-    """One server, asked with one key. `timeout` is of silence, in seconds; None waits for as long as it takes."""
+    """Calls one server with one key. `timeout` is the longest silence in seconds; None means no limit."""
 
     def __init__(self, url: str, key: str | None = None, *, timeout: float | None = None) -> None:
         parts, self._prefix = server_address("--url", url)
@@ -405,19 +404,19 @@ class ServerClient:
         self._timeout = timeout
 
     def get(self, path: str) -> bytes:
-        """The body of what is there. Raises `ServerError`."""
+        """Return the body that answers a GET. Raises `ServerError`."""
         with self.request("GET", path) as response:
             return response.read()
 
     def models(self) -> list[dict[str, Any]]:
-        """The cards of what is served, at least one."""
+        """Return the cards of the served models, at least one."""
         with self.understood():
             cards: list[dict[str, Any]] = json.loads(self.get("/v1/models"))["data"]
             _ = cards[0]["id"]
         return cards
 
     def wait_until_ready(self, on_progress: Callable[[str], None], poll_seconds: float = 0.2) -> None:
-        """Return when the server can make a token; tell meanwhile what it does. Raises `ServerError` if it fails."""
+        """Return when the server is ready, and report its progress until then. Raises `ServerError` if it fails."""
         while True:
             with self.request("GET", "/readyz", check=False) as response:
                 if response.status == 200:
@@ -430,8 +429,8 @@ class ServerClient:
             time.sleep(poll_seconds)
 
     def stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The chunks of a chat completion, the one with the usage too. Closing the iterator early hangs up, which
-        aborts the request. Raises `ServerError`, also if the answer breaks off."""
+        """Yield the chunks of a chat completion, including the usage. Closing the iterator early closes the connection,
+        which aborts the request. Raises `ServerError`, also if the answer breaks off."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self.request("POST", "/v1/chat/completions", body) as response:
             is_over = False
@@ -452,11 +451,13 @@ class ServerClient:
 
     @contextmanager
     def understood(self) -> Iterator[None]:
-        """Read what the server has said: what is not as it should be is a `ServerError`."""
+        """Turn errors in the reading of an answer into `ServerError`."""
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ServerError(f"What {self.url} answers is not understood: {printable(repr(error)[:200])}") from error
+            raise ServerError(
+                f"The answer of {self.url} has an unknown form: {printable(repr(error)[:200])}"
+            ) from error
 
     @contextmanager
     def request(
@@ -477,7 +478,7 @@ class ServerClient:
 
 
 def printable(text: str) -> str:
-    """What others wrote may have escape sequences in it; a terminal should not obey them."""
+    """Replace unprintable characters: text of a server or model may contain a terminal's escape sequences."""
     return "".join(c if c.isprintable() or c in _UNPRINTABLE else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -490,16 +491,16 @@ def _error_message(response: http.client.HTTPResponse) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
-# What the bytes of an answer say: when each piece of text came, what it cost in tokens, or why it failed.
+# From the bytes of an answer to the times of its pieces of text, its token counts, or the reason of its failure.
 #
-# Any framing and any chunking is understood: a chunk or an event may be cut anywhere, lines end in LF or CRLF, comments
-# and unknown fields are passed over. The time of an event is that of the read that completed its line.
+# A chunk or an event may be cut anywhere, lines end in LF or CRLF, comments and unknown fields are skipped. The time of
+# an event is that of the read that completed its line.
 
 
-EVENTS_AT_A_TIME = 16  # read before others may run: some 50 µs
+EVENTS_AT_A_TIME = 16  # parsed before other tasks may run: some 50 µs
 MOST_OF_A_MESSAGE = 300  # characters
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d{1,9}(?:\.\d{1,9})?)\s*(?:\r|\Z)", re.IGNORECASE)
-MAX_COUNT = 2**53  # of tokens: what is more is not believed
+MAX_COUNT = 2**53  # tokens; a larger count is an error
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
@@ -542,7 +543,7 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
                 details = usage.get("prompt_tokens_details") or {}
                 record.num_cached_tokens = _count(details.get("cached_tokens"))
         except (ValueError, AttributeError, TypeError, KeyError):
-            record.error = "an event that is not understood"
+            record.error = "an event of unknown form"
     record.text = "".join(texts)
     record.has_usage = record.num_output_tokens > 0
     record.num_output_tokens = record.num_output_tokens or len(record.token_times)
@@ -551,8 +552,8 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
 
 
 def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
-    """The text of a choice, and whether there is a token in it: the first event of a chat only tells a role, the last
-    one only why it ended; an event of a completion without text may be a token that has none."""
+    """Return the text of a choice, and whether it has a token. The first event of a chat has only a role, the last one
+    only the finish reason; an event of a completion without text may be a token that has none."""
     if (delta := choice.get("delta")) is None:
         text = choice["text"] or ""
         is_piece = bool(text) or choice.get("finish_reason") is None
@@ -565,7 +566,7 @@ def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _count(value: object) -> int:
-    """Tokens that a server has counted. Raises ValueError for what cannot be a count; None is 0."""
+    """Return a server's count of tokens; 0 for None. Raises ValueError for anything else."""
     if value is None:
         return 0
     if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
@@ -574,7 +575,7 @@ def _count(value: object) -> int:
 
 
 def _error_in(body: bytes) -> tuple[str, str]:
-    """The word that tells one failure from another, and the message, of the errors of OpenAI's API and of others."""
+    """Return code (or type) and message of an error in the form of OpenAI's API or a similar one."""
     try:
         answer = orjson.loads(body)
         error = answer.get("error", answer)
@@ -585,7 +586,7 @@ def _error_in(body: bytes) -> tuple[str, str]:
 
 
 def _events(exchange: Exchange) -> Iterator[tuple[bytes, float]]:
-    """The data of each event, and when it was complete. One with several lines of data does not occur."""
+    """Yield the data of each event with its time. Events with several lines of data do not occur."""
     rest = b""
     for body, moment in exchange.body():
         *lines, rest = (rest + body).split(b"\n")

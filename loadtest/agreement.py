@@ -1,13 +1,13 @@
-"""How truly a server answers: its greedy tokens and its distributions beside those of float32, question by question.
+"""Compare a server's greedy tokens and distributions with those of float32, question by question.
 
-    python -m loadtest.agreement                                        Headrace's default beside its bfloat16
+    python -m loadtest.agreement                                        Headrace's default and its bfloat16
     python -m loadtest.agreement --vllm VENV --llama EXECUTABLE          the peers too
     python -m loadtest.agreement --settings dtype=bfloat16 --settings num_threads=1 --questions FILE --json FILE
 
 Perplexity averages over thousands of tokens and hides what a user sees: whether the answer to a plain question is the
 one that the model would give if nothing were rounded. So every server is asked the questions of `questions.txt`, one
 at a time, at temperature 0, and its answer is compared token by token with that of the same weights in float32, which
-torch computes. Told are
+torch computes. Printed are
 
 - how many of 100 answers have the same first 16 and the same first 64 tokens (one that ends earlier has to end there
   too), and after how many tokens the median answer parts;
@@ -37,7 +37,7 @@ from loadtest.servers import Server, Target, headrace
 
 QUESTIONS = Path(__file__).with_name("questions.txt")
 LENGTHS = (16, 64)  # tokens of which all have to be the same
-NUM_LIKELY = 20  # tokens whose log-probabilities are told: as many as all servers tell
+NUM_LIKELY = 20  # log-probabilities per token: as many as all servers return
 SECONDS = 120.0  # for one answer
 REFERENCE = "float32"
 
@@ -80,13 +80,13 @@ def _bytes(entry: dict[str, Any]) -> bytes:
 
 
 def num_alike(ours: Answer, theirs: Answer) -> int:
-    """How many tokens at the beginning are the same."""
+    """Return the length of the common beginning in tokens."""
     pairs = zip(ours, theirs, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0].token == pair[1].token, pairs))
 
 
 def is_same(ours: Answer, theirs: Answer, length: int) -> bool:
-    """Whether the first `length` tokens are the same, the end of the answer counted as one."""
+    """Return True if the first `length` tokens are the same; the end of the answer counts as one."""
     return [place.token for place in ours[:length]] == [place.token for place in theirs[:length]]
 
 
@@ -100,7 +100,7 @@ def divergence(truth: dict[bytes, float], other: dict[bytes, float]) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a server's answers compare with the reference's."""
+    """The agreement of a server's answers with the reference."""
 
     same: dict[int, float]  # of 100, by how many tokens
     parts_after: float  # tokens, the median

@@ -1,4 +1,4 @@
-"""How true the figures of `headrace bench serve` are: its own error, and its totals beside those of vLLM's client.
+"""Measure the error of `headrace bench serve`, and compare its totals with those of vLLM's client.
 
     python -m loadtest.bench_client                                 the error alone
     python -m loadtest.bench_client --vllm peers/vllm --rounds 3    both, with vLLM's client in turn
@@ -100,7 +100,7 @@ def _chunk(event: dict[str, Any]) -> bytes:
 
 
 async def serve_steps(port: int) -> None:
-    """Until killed. The plain event loop, because it writes at once."""
+    """Serve until killed, on asyncio's event loop, because it writes at once."""
     await asyncio.get_running_loop().create_server(Stepper, "127.0.0.1", port)
     gc.disable()
     due = time.perf_counter()
@@ -131,7 +131,7 @@ def run_client(program: Sequence[str], url: str, model: str, tokenizer: Path, **
 
 
 def ttft_errors(result: dict[str, Any], sent: dict[str, tuple[float, float]], prefix: str) -> list[float]:
-    """Of each request, in ms."""
+    """Return the error of each request in ms."""
     arrivals = [start + ttft for start, ttft in zip(result["start_times"], result["ttfts"], strict=True)]
     spans = [sent[f"{prefix}{number}"] for number in range(len(arrivals))]
     return [1e3 * max(0.0, begun - at, at - ended) for at, (begun, ended) in zip(arrivals, spans, strict=True)]

@@ -24,7 +24,7 @@ from gpu.cpu.library import load_library
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
-    """Of one, on average."""
+    """Return the mean seconds of one call."""
     began = time.perf_counter()
     for _ in range(calls):
         call()

@@ -1,4 +1,4 @@
-"""Headrace beside vLLM and llama.cpp on the embedded model: who is how much faster, in one run on one machine.
+"""Compare the speed of Headrace, vLLM and llama.cpp on the embedded model, in one run on one machine.
 
     python -m loadtest.compare --vllm VENV --llama EXECUTABLE                  all three, 15 minutes at most
     python -m loadtest.compare --vllm VENV --llama EXECUTABLE --quick          one round, about 4 minutes
@@ -48,7 +48,7 @@ Figures = dict[str, Any]  # what `Target.measure` gives
 
 @dataclass
 class Record:
-    """What one server gave."""
+    """The measurements of one server."""
 
     starts: list[float] = field(default_factory=list)  # seconds from exec to ready
     answers: list[float] = field(default_factory=list)  # seconds from exec to the first answer of any kind
@@ -210,7 +210,7 @@ def figures_table(records: dict[str, Record]) -> str:
 
 
 def ratio_table(records: dict[str, Record]) -> str:
-    """Headrace over each peer, beside what is wanted."""
+    """Return the ratios of Headrace to each peer, with their targets."""
     peers = [name for name in (VLLM, LLAMA) if name in records]
     if HEADRACE not in records or not peers:
         return ""

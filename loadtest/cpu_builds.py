@@ -1,4 +1,4 @@
-"""The builds of the CPU library that this processor can run, beside torch: a step's time, in one process and by turns.
+"""Compare the step times of torch and of all builds of the CPU library that this processor runs, in one process.
 
     python -m loadtest.cpu_builds [--builds _kernels_avx2,bfloat16,float32] [--threads 1] [--rounds 15] [--model NAME]
 

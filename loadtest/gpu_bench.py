@@ -1,4 +1,4 @@
-"""The GPU path in one call: is it right, how near the card's limits is it, and how does it stand beside others?
+"""Check the GPU path, and compare its speed with the card's limits and with other libraries, in one call.
 
     python -m loadtest.gpu_bench --json gpu_bench.json          on a CUDA device, within ten minutes
     python -m loadtest.gpu_bench --tiny --device cpu            its whole control flow, in seconds; figures mean nothing
@@ -6,9 +6,9 @@
 In this order: the card's ceilings (copy bandwidth, matrix rate); every kernel against float64 or float32 references,
 and only what is right is timed; kernels against their rooflines and torch's best (SDPA, cuBLAS); for each model, filled
 with random weights, decode steps at batch 1 to 256 with their host time and idle time, prefill, and the nano-vllm
-workload offline and over HTTP; transformers beside it. Every roofline is computed from the ceilings just measured. What
-does not fit into the time is left out and named. Ends with a table; the exit status is 1 if anything was wrong. The
-JSON also has what steps cost, for `headrace simulate --table`.
+workload offline and over HTTP; the same with transformers. Every roofline is computed from the measured ceilings.
+What does not fit into the time is left out and named. Ends with a table; the exit status is 1 if anything was wrong.
+The JSON also has what steps cost, for `headrace simulate --table`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def offline(
     sizes: engine_runs.Sizes,
     time_is_left: Callable[[], bool],
 ) -> None:
-    """What one model does without a server."""
+    """Measure one model without a server."""
     begun = time.monotonic()
     with engine_runs.loaded(name, load_shape(name), device, sizes) as model:
         report.add(name, "start to prepared, random weights", time.monotonic() - begun, "s")
@@ -149,7 +149,7 @@ def served(report: Report, name: str, device: torch.device, sizes: engine_runs.S
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """What the figures were measured on, and with which versions."""
+    """Return the card and the versions of the packages."""
     facts: dict[str, object] = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "transformers"):
         try:

@@ -1,11 +1,11 @@
-"""What costs nothing should cost nothing: streams that wait, an engine that is idle, probes of a busy server.
+"""Measure the cost of waiting streams, of an idle engine, and of probes of a busy server.
 
     python -m loadtest.idle_and_probes [--engine thread|process] [--only probes,idle]
 
 Starts Headrace with the dummy model of `loadtest.plumbing` and prints one line per figure.
 
-- probes: /livez while 8 clients send prompts of 100,000 characters, each as soon as the last is answered, beside 16
-  streams that decode.
+- probes: /livez while 8 clients send prompts of 100,000 characters, each as soon as the last is answered, while 16
+  streams decode.
 - idle: resident memory of the server for each of 500 open streams that wait in the queue; whether 2,000 of them end
   well; the server's CPU time over five idle seconds.
 """

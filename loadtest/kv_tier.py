@@ -1,4 +1,4 @@
-"""What KV blocks on disk are worth, and what they cost: ratios of one run, on this machine.
+"""Measure gains and costs of KV blocks on disk: ratios of one run, on this machine.
 
     python -m loadtest.kv_tier [--rounds 3] [--prompt 8000]
 
@@ -84,7 +84,7 @@ def restarts(folder: Path, length: int, rounds: int) -> None:
 
 
 class Engine:
-    """One that stores when it is told to."""
+    """An engine with a switch for storing."""
 
     def __init__(self, folder: Path) -> None:
         self.core: EngineCore = LLM(kv_cache_dir=folder, kv_cache_memory="2GiB", progress=False).core
@@ -105,7 +105,7 @@ class Engine:
         )
 
     def turns(self, rounds: int, turn: Callable[[], None]) -> list[float]:
-        """How long a turn takes with storing, over one without, for each pair of turns."""
+        """Return the time of a turn with storing over one without, for each pair of turns."""
         ratios: list[float] = []
         for number in range(rounds + 1):
             seconds: dict[bool, float] = {}
@@ -130,7 +130,7 @@ class Engine:
             self.core.step()
 
     def streams(self) -> None:
-        """Streams behind a long prompt, whose blocks wait to be stored."""
+        """Start streams after a long prompt with blocks that still have to be stored."""
         core = self.core
         self._let_store(False)
         self.add(prompt(7000), 1)

@@ -1,4 +1,4 @@
-"""Users who chat: each opens a streamed chat completion, reads it to its end (or leaves in the middle), and asks again.
+"""Chat users: each opens a streamed chat completion, reads it to its end (or leaves in the middle), and asks again.
 
 `locust -f loadtest/locustfile.py` from the repository's root; README.md in this folder says how. Streams become metrics
 of locust, one line of its table for each length of prompt:
@@ -7,7 +7,7 @@ of locust, one line of its table for each length of prompt:
     TTFT    time to the first piece of text
     ITL     every gap between two pieces of text
     tok/s   the speed of a stream after its first token. locust calls all values milliseconds: these are tokens a second
-    LEFT    requests whose user hung up on purpose, up to that moment
+    LEFT    requests that the user ended on purpose, up to that moment
 
 Importing locust makes the sockets gevent's, so it stays the first import.
 """

@@ -1,15 +1,15 @@
-"""A server beside processes that want the processor too: how much of its speed is left, and do its answers stutter?
+"""Measure the speed and the gaps of a server while other processes use the processor.
 
     python -m loadtest.neighbour                                         one and two threads, up to two neighbours
     python -m loadtest.neighbour --threads 2 --neighbours 0,1 --vllm VENV --llama EXECUTABLE
 
-Serves 8 streams of the embedded model, alone and beside neighbours: processes that compute and never wait, as a build
+Serves 8 streams of the embedded model, alone and with neighbours: processes that compute and never wait, as a build
 or another server does. Threads that share a loop make this hard: a step waits for the last of them, and one that the
 operating system has put aside for a neighbour's time slice holds up all. With as many busy processes as cores, half
 of the speed is what a fair system leaves.
 
-Told are output tokens per second, as they are and over those alone in the same round, gaps between tokens, and how long
-`/livez` (of peers `/health`) took, asked every 20 ms: that is the event loop's share.
+Printed are output tokens per second, as they are and over those alone in the same round, gaps between tokens, and
+the time of `/livez` (of peers `/health`), requested every 20 ms: the delay of the event loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Figures = dict[str, Any]
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """So many processes that never wait, while it lasts."""
+    """Run so many processes that compute all the time."""
     processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         yield
@@ -73,7 +73,7 @@ def probes(url: str) -> Iterator[list[float]]:
 
 
 def measure(server: Server, count: int, seed: int) -> Figures:
-    """One load beside `count` neighbours. Raises SystemExit if a request failed."""
+    """Run one load with `count` neighbours. Raises SystemExit if a request failed."""
     path = "/livez" if server.name.startswith("headrace") else "/health"
     server.resume()
     with neighbours(count), probes(server.target.url + path) as seconds:
@@ -102,7 +102,7 @@ def table(seen: dict[tuple[str, int], list[Figures]]) -> str:
 
 
 def run(servers: Sequence[Server], counts: Sequence[int], rounds: int) -> dict[tuple[str, int], list[Figures]]:
-    """All servers in turn beside every number of neighbours, `rounds` times; the others stand still."""
+    """Measure all servers in turn with every number of neighbours, `rounds` times; the others are stopped."""
     seen: dict[tuple[str, int], list[Figures]] = {}
     with ExitStack() as stack:
         for server in servers:

@@ -1,4 +1,4 @@
-"""How the servers that are compared are started. Each peer lives in an environment of its own: see README.md."""
+"""The commands that start the compared servers. Each peer has its own environment: see README.md."""
 
 from __future__ import annotations
 

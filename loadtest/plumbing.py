@@ -1,4 +1,4 @@
-"""What a token costs when the model costs nothing: HTTP, validation, tokenizing, scheduling, detokenizing, SSE.
+"""Measure the cost of a token without the model: HTTP, validation, tokenizing, scheduling, detokenizing, SSE.
 
     python -m loadtest.plumbing                                      threads and streams at their defaults
     python -m loadtest.plumbing --engines thread,process --streams 1,16,64,256 --rounds 3
@@ -98,7 +98,7 @@ def row(name: str, num_streams: int, rounds: list[dict[str, Any]]) -> str:
 
 
 def ratios(num_streams: int, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
-    """How many times the other server's tokens per second, and what part of its gap, pair by pair."""
+    """Return the ratios to the other server of tokens per second and of gaps, pair by pair."""
     pairs = list(zip(ours, theirs, strict=True))
     speed = sorted(a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs)
     gap = sorted(a["gap_ms"]["p99"] / b["gap_ms"]["p99"] for a, b in pairs)

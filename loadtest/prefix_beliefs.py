@@ -1,10 +1,10 @@
-"""How much of what a router believes to be in engines' prefix caches is not there, and how soon it knows better.
+"""Measure how much of a router's view of prefix caches is wrong, and how soon it is corrected.
 
     python -m loadtest.prefix_beliefs [--rounds 20] [--model smollm2-135m-instruct]
 
 Two engines in processes of their own behind one front end. Prompts come that evict one another; of each it is noted
 how much of it was believed to be where it went, and how much was found there. Then in each round one of them loses what
-it held: its cache is cleared, the same while what it tells of that is lost on the way, or it is killed. Prints of each
+it held: its cache is cleared, the same while its events are lost, or it is killed. Prints of each
 the seconds until nothing is believed any more that is not there.
 """
 

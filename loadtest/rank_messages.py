@@ -1,4 +1,4 @@
-"""How long a plan takes to every rank: `python -m loadtest.rank_messages --ranks 2`.
+"""Measure the time of a plan to every rank: `python -m loadtest.rank_messages --ranks 2`.
 
 The writer sends plans of 64 requests that decode, some milliseconds apart, as between steps; each reader, a process of
 its own as ranks are, notes how long ago each was begun to be written. A sample is the slowest reader's. What else runs

@@ -1,4 +1,4 @@
-"""How the scope holds under fire, in figures: clients that leave, long prompts, floods, stalled readers, drain.
+"""Measure a server in bad conditions: clients that leave, long prompts, floods, stalled readers, drain.
 
     python -m loadtest.reliability [--only abort,prefill,...] [--worker-class uvloop]
 
@@ -63,7 +63,7 @@ class Client:
     async def until_idle(self) -> float:
         """Seconds until nothing runs, waits or owns a block."""
         started = time.monotonic()
-        while await self.busy():  # noqa: ASYNC110 - nothing but asking tells
+        while await self.busy():  # noqa: ASYNC110 - a server has to be polled
             await asyncio.sleep(0.002)
         return time.monotonic() - started
 
@@ -149,7 +149,7 @@ async def abort(worker: dict[str, str]) -> None:
 
 
 async def kills(worker: dict[str, str]) -> None:
-    """300 random kills beside 20 greedy survivors, float32: nothing leaks and no text changes."""
+    """300 random kills and 20 greedy survivors, float32: nothing leaks and no text changes."""
     async with serving(dtype="float32", max_num_seqs=32, **worker) as server:
         prompts = [f"Tell me about {word}, number {i}." for i, word in enumerate((WORDS * 2)[:20])]
 
@@ -202,7 +202,7 @@ async def prefill(worker: dict[str, str]) -> None:
 
 
 async def probes(worker: dict[str, str]) -> None:
-    """/health while 8 long prompts arrive beside 8 streams."""
+    """/health while 8 long prompts arrive and 8 streams decode."""
     async with serving(**worker) as server:
         took = []
         async with asyncio.TaskGroup() as tasks:
@@ -235,7 +235,7 @@ async def overload(worker: dict[str, str]) -> None:
 
 
 async def stalled(worker: dict[str, str]) -> None:
-    """50 readers that stop reading beside one that reads."""
+    """50 readers that stop reading and one that reads."""
     async with serving(max_num_seqs=64, send_timeout=3, **worker) as server:
         readers = [
             await server.open(f"reader {i}", receive_buffer=4096, max_tokens=4000, stream=True, logprobs=20)

@@ -1,4 +1,4 @@
-"""What a routing decision costs: who of many engines gets a request, while requests come and go.
+"""Measure the cost of a routing decision while requests come and go.
 
     python -m loadtest.routing_decisions [--engines 64] [--rate 1000] [--seconds 5] [--prompt 2048]
         [--system-prompt 0] [--max-chunks N] [--json FILE]
@@ -34,7 +34,7 @@ COSTS = StepCostTable(
 
 
 class Engine:
-    """What one publishes: its cache in chunks, the oldest of which goes for each that comes."""
+    """The published cache of one engine, in chunks; each new chunk replaces the oldest."""
 
     def __init__(self, number: int, num_chunks: int) -> None:
         self.number, self.num_chunks, self.sequence = number, num_chunks, 0

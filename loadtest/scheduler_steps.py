@@ -1,4 +1,4 @@
-"""What a step costs besides the model: schedule and bookkeeping, for a batch of decoding requests.
+"""Measure the cost of a step without the model: schedule and bookkeeping, for a batch of decoding requests.
 
     python -m loadtest.scheduler_steps [--running 256] [--steps 400] [--depth 1] [--publish]
 

@@ -158,7 +158,7 @@ def headrace(name: str, **settings: object) -> Server:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a free port of loopback."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -166,7 +166,7 @@ def free_port() -> int:
 
 
 def _status(url: str) -> int:
-    """Of a GET; 0 if nobody answers."""
+    """Return the status of a GET; 0 without an answer."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
             status: int = answer.status

@@ -1,4 +1,4 @@
-"""How near the simulator comes: nine cells on a server that runs, and the same in `app.simulate` with its table.
+"""Compare the simulator with a running server in nine cells, with the server's own table of step costs.
 
     python -m loadtest.simulated_and_measured                  embedded model, about ten minutes
     python -m loadtest.simulated_and_measured --requests 2     short
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def measure(server: Target, requests: list[WorkloadRequest], streams: int) -> dict[str, Any]:
-    """What clients saw of the server."""
+    """Return the result of the workload on the server."""
 
     async def run() -> dict[str, Any]:
         pool = ConnectionPool(server.url, {}, verify=True, timeout=600)
@@ -124,7 +124,7 @@ def measure(server: Target, requests: list[WorkloadRequest], streams: int) -> di
 
 
 def predict(info: dict[str, Any], requests: list[WorkloadRequest], streams: int) -> dict[str, Any]:
-    """What the simulator says of the same."""
+    """Return the simulated result of the workload."""
     known = {
         name: value for name, value in info["settings"].items() if name in Settings.model_fields and value is not None
     }

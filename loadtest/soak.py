@@ -1,11 +1,11 @@
-"""Hours of everything at once, and whether the server is afterwards what it was.
+"""Run all kinds of requests for hours, and check that the server's resources do not grow.
 
     python -m loadtest.soak --hours 1                       the embedded model, on this machine
     python -m loadtest.soak --hours 0.02 --cycle 20         a minute, to see what it does
     python -m loadtest.soak --hours 1 --json FILE           with every sample
 
 Clients that chat, leave in the middle, read slowly, hold conversations, want JSON, tools, embeddings or several
-choices, look at the dashboard's feed, and send what is wrong; meanwhile tenants change (SIGHUP), and the log level.
+choices, look at the dashboard's feed, and send wrong requests, while tenants change (SIGHUP), and the log level.
 After each cycle everybody ends, and what the server holds is looked at: memory, descriptors, threads, KV blocks, time
 series. What was seen in the second third of the time must not have grown in the last one. The exit code is 1 if
 something has, or if an answer was not what it should be.
@@ -186,7 +186,7 @@ class Soak:
     def _look(self, draw: random.Random) -> None:
         with self._client_of(ADMIN).request("GET", "/dashboard/frames") as feed:
             for _ in range(draw.randint(1, 40)):
-                if self._stop.is_set():  # an idle server has little to tell
+                if self._stop.is_set():  # an idle server sends few frames
                     break
                 feed.readline()
 
@@ -212,7 +212,7 @@ def message(draw: random.Random, least: int, most: int) -> dict[str, Any]:
 
 
 def write_tenants(path: Path, draw: random.Random) -> None:
-    """At once, as an operator's tool would."""
+    """Replace the file atomically, as an operator's tool would."""
     tenants = [
         f'[tenants.team-{number}]\nkeys = ["{key}"]\nweight = {draw.choice((0.5, 1.0, 4.0))}\n'
         f"max_running = {draw.randint(4, 16)}\n"
@@ -225,7 +225,7 @@ def write_tenants(path: Path, draw: random.Random) -> None:
 
 
 def look_at(target: Target) -> dict[str, float]:
-    """What an idle server holds. Raises TimeoutError if it does not become idle."""
+    """Return the resources of the idle server. Raises TimeoutError if it does not become idle."""
     end = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end:
         metrics = ServerClient(target.url, ADMIN, timeout=30).get("/metrics").decode()
@@ -247,7 +247,7 @@ def look_at(target: Target) -> dict[str, float]:
 
 
 def judge(samples: list[dict[str, float]]) -> list[str]:
-    """What has grown from the second third of the samples to the last."""
+    """Return the figures that grew from the second third of the samples to the last."""
     third = len(samples) // 3
     before, after = samples[third : 2 * third], samples[2 * third :]
     grown = []

@@ -4,7 +4,7 @@
 
 Each of `--streams` clients sends a request, reads its stream to the end and sends the next, until `--requests` have
 been answered in all. Prints one JSON object of figures. `loadtest.plumbing` runs this in a process of its own, so that
-server and clients share no interpreter lock and their CPU time can be told apart.
+server and clients share no interpreter lock and their CPU time is separate.
 
 Streams are read by `app.client`. Of the bytes only three things are looked at: how many events each read ends,
 `[DONE]`, and the usage in the last ones. Text is not decoded, so a client costs a few microseconds per read.
@@ -34,7 +34,7 @@ _TAIL = 2048  # bytes at the end of a stream that hold its last events
 
 @dataclass
 class Figures:
-    """What all clients saw. Times are seconds."""
+    """The figures of all clients. Times are seconds."""
 
     num_tokens: int = 0
     prompt_tokens: list[int] = field(default_factory=list)  # of each request

@@ -1,4 +1,4 @@
-"""What structured output costs: the time of a mask, and the speed of streams that follow a grammar beside plain ones.
+"""Measure structured output: the time of a mask, and the speed of streams with a grammar and without.
 
     python -m loadtest.structured [--streams 8] [--tokens 64] [--rounds 5] [--model NAME]
 
@@ -75,7 +75,7 @@ def _tokens_per_second(llm: LLM, options: argparse.Namespace, structured: Struct
 
 
 def _timed_masks() -> list[float]:
-    """From now on, how long each mask takes."""
+    """Record the seconds of each mask from now on."""
     seconds: list[float] = []
     fill = GrammarMatcher.fill
 

@@ -1,10 +1,10 @@
-"""Tensor ranks of one thread each beside one rank of as many threads, on the same cores: a step's time, by turns.
+"""Compare the step times of tensor ranks of one thread each and of one rank with as many threads, by turns.
 
     python -m loadtest.tensor_parallel [--ranks 2] [--rounds 15] [--model NAME]
 
 Steps of 1, 8 and 32 requests that decode behind 192 tokens, with the head and the greedy choice, and one of 512 tokens
 of a prompt. Both take turns, and the ratio is of the best rounds: other work on the machine makes a round slower, and
-no round faster. On a machine that is busy it says nothing: who is put aside keeps all ranks waiting, and no thread.
+no round faster. On a busy machine the figures mean nothing: a descheduled rank stops all others, a thread does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tracing costs a server whose model costs nothing: all requests traced, one in a hundred, none.
+"""Measure the cost of tracing with a model that costs nothing: all requests traced, one in a hundred, none.
 
     python -m loadtest.tracing_cost --rounds 9
 

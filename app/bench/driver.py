@@ -1,9 +1,8 @@
-"""Sends a workload to a server and records what came back, and how well it did so itself.
+"""Sends a workload to a server and records the answers, and how late the client itself was.
 
-A request is sent at its time (open loop), and where only so many may be under way, when a slot is free (closed loop). A
-turn of a conversation is sent its time to think after the answer before. Answers are read one at a time and a little at
-a time, because whoever keeps the event loop makes all clocks late; so bodies are made before, and nothing is collected
-as garbage meanwhile.
+A request is sent at its time (open loop), or with a limit of concurrency when a slot is free (closed loop). A turn of a
+conversation is sent its think time after the previous answer. A task that holds the event loop delays all others, so
+bodies are made before the run, answers are parsed in small parts, and the garbage collector is off.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from app.runtime import no_collection
 from app.workload.datasets import WorkloadRequest, text_of
 from app.workload.report import RequestRecord, statistics
 
-LOOP_TICK = 0.01  # seconds between two looks at how late the event loop is
-MAX_SEND_LAG_MS, MAX_LOOP_LAG_MS, MAX_CPU_SHARE = 10.0, 10.0, 0.9  # of a client whose figures are the server's
-TIMER = 0.001  # seconds: the timers of uvloop know no less
+LOOP_TICK = 0.01  # seconds between two measurements of the event loop's lag
+MAX_SEND_LAG_MS, MAX_LOOP_LAG_MS, MAX_CPU_SHARE = 10.0, 10.0, 0.9  # beyond these the client distorts the figures
+TIMER = 0.001  # seconds: the resolution of uvloop's timers
 
 Turn = tuple[WorkloadRequest, RequestRecord]
 
 
 @dataclass
 class ClientFigures:
-    """How well the client itself did. Seconds."""
+    """The client's own delays in seconds."""
 
-    began: float = 0.0  # when the first request that comes at once was due
-    send_lags: list[float] = field(default_factory=list)  # of each request: how late it was sent
-    loop_lags: list[float] = field(default_factory=list)  # of each tick: how long the event loop kept it waiting
+    began: float = 0.0  # when requests with arrival time 0 were due
+    send_lags: list[float] = field(default_factory=list)  # of each request
+    loop_lags: list[float] = field(default_factory=list)  # of the event loop, at each tick
     cpu_share: float = 0.0  # of one processor
 
     def summary(self) -> dict[str, Any]:
-        """What the result says of it. `client_was_late`: its figures may tell more of it than of the server."""
+        """Return its part of the result. `client_was_late`: the client's delays may distort the figures."""
         figures = statistics("client_send_lag", self.send_lags) | statistics("client_loop_lag", self.loop_lags)
         late = (
             figures["p99_client_send_lag_ms"] > MAX_SEND_LAG_MS or figures["p99_client_loop_lag_ms"] > MAX_LOOP_LAG_MS
@@ -50,7 +49,7 @@ class ClientFigures:
 
 
 class Driver:
-    """One run: use it once. `fields` are of every request's body."""
+    """One run; it cannot be used again. `fields` are part of every request's body."""
 
     def __init__(
         self,
@@ -70,13 +69,13 @@ class Driver:
         self._max_concurrency = max_concurrency
         self._id_prefix = id_prefix
         self._on_answer = on_answer
-        self._slots: asyncio.Queue[float] = asyncio.Queue()  # since when each free one is free
+        self._slots: asyncio.Queue[float] = asyncio.Queue()  # the time since which each free slot is free
         self._to_read: asyncio.Queue[tuple[Exchange, RequestRecord, asyncio.Future[None]]] = asyncio.Queue()
 
     async def run(self, workload: Sequence[WorkloadRequest]) -> list[RequestRecord]:
         """Send everything and return a record of each request, in the order of the workload.
 
-        Raises SettingsError if nobody listens there.
+        Raises SettingsError if the server does not accept connections.
         """
         turns = [(request, self._record(number, request)) for number, request in enumerate(workload)]
         talks = [list(talk) for _, talk in groupby(turns, key=_conversation)]
@@ -85,7 +84,7 @@ class Driver:
         closed = self._max_concurrency is not None or not workload[-1].arrival
         await self._pool.open(at_a_time if closed else 1)
         gc.collect()
-        with no_collection():  # which would stop all clocks for milliseconds
+        with no_collection():  # a collection would delay everything by milliseconds
             cpu, began = time.process_time(), perf_counter()
             self.figures.began = began
             for _ in range(self._max_concurrency or 0):
@@ -95,7 +94,7 @@ class Driver:
                 async with asyncio.TaskGroup() as group:
                     for talk, body in zip(talks, bodies, strict=True):
                         due = began + (talk[0][0].arrival or 0.0)
-                        # Also when it is late already: what has arrived goes before what is to be sent.
+                        # Sleep even if it is late already: answers that have arrived are read first.
                         await asyncio.sleep(max(0.0, due - perf_counter()))
                         group.create_task(self._converse(talk, body, due))
                 for helper in own:
@@ -123,8 +122,7 @@ class Driver:
             said += [text_of(request), record.text]
             if record.error:
                 for _, later in talk[number + 1 :]:
-                    later.scheduled_time = later.start_time = later.end_time = record.end_time
-                    later.error = "not sent: the turn before has failed"
+                    later.mark_unsent(record.end_time)
                     self._on_answer(later)
                 return
 
@@ -132,7 +130,7 @@ class Driver:
         return RequestRecord(0.0, request_id=f"{self._id_prefix}{number}", num_prompt_tokens=request.num_new_tokens)
 
     def _message(self, turn: Turn, said: list[str]) -> bytes:
-        """The request of a turn after what was said before, questions and answers in turn."""
+        """Return the request of a turn; `said` are the earlier questions and answers in order."""
         request, record = turn
         texts = [*said, text_of(request)]
         if self._is_chat:
@@ -159,6 +157,6 @@ class Driver:
 
 
 def _conversation(turn: Turn) -> int | str:
-    """Which it belongs to; a request without one is its own."""
+    """Return the turn's conversation; a request without one is its own conversation."""
     request, record = turn
     return record.request_id if request.conversation is None else request.conversation

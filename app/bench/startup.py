@@ -1,7 +1,7 @@
 """`headrace bench startup`: from exec of `headrace serve` to its first answer, to ready, to the first token.
 
-Cold: nothing of Python or of kernels is compiled yet, and the files of the weights are not in memory, as far as a user
-may put them out of it. Warm: as after the start before.
+Cold: no Python code or kernel is compiled, and the weights are not in the page cache, as far as a user can evict them.
+Warm: a start after another one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from pydantic import ByteSize, SecretStr
 
 from app.bench.offline import percentiles_of, write_json
+from app.client import ServerClient, ServerError
 from app.config.settings import Settings, SettingsError
 from app.config.sources import env_name, shown
 from app.workload.report import output_file
@@ -35,10 +35,12 @@ PHASES = {"answer": "first answer", "startup": "ready", "first_token": "first to
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Those of vLLM's `bench startup`."""
+    """Add the flags of vLLM's `bench startup`."""
     group = parser.add_argument_group("starts")
     group.add_argument("--num-iters-cold", type=int, default=3, metavar="N", help="Default: 3.")
-    group.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="Do not count. Default: 1.")
+    group.add_argument(
+        "--num-iters-warmup", type=int, default=1, metavar="N", help="Starts before the warm ones. Default: 1."
+    )
     group.add_argument("--num-iters-warm", type=int, default=3, metavar="N", help="Default: 3.")
     group.add_argument("--output-json", type=output_file, metavar="FILE", help="Write the result.")
 
@@ -46,7 +48,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(
     settings: Settings, *, num_iters_cold: int, num_iters_warmup: int, num_iters_warm: int, output_json: Path | None
 ) -> int:
-    """Fetches the model first where it is missing: that is not what is measured."""
+    """Measure the starts, after fetching the model if it is missing."""
     weights = weight_paths(open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format))
     taken: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters_cold):
@@ -72,55 +74,44 @@ def run(
 
 
 def _start(settings: Settings, environment: dict[str, str]) -> dict[str, float]:
-    """Seconds from exec to each phase. Raises SettingsError if the server ends before."""
+    """Return seconds from exec to each phase. Raises SettingsError if the server ends earlier."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = {env_name(name): _text(getattr(settings, name)) for name in settings.model_fields_set}
     given |= {env_name("host"): "127.0.0.1", env_name("port"): str(port), env_name("log_level"): "error"}
-    given["PYTHONDONTWRITEBYTECODE"] = ""  # a server that is installed has its compiled files
+    given["PYTHONDONTWRITEBYTECODE"] = ""  # an installed server has its compiled files
+    key = settings.api_keys[0].get_secret_value() if settings.api_keys else None
+    client = ServerClient(f"http://127.0.0.1:{port}", key, timeout=LONGEST_START)
     reached: dict[str, float] = {}
     began = time.perf_counter()
     command = [sys.executable, "-m", "app.commands.cli", "serve"]
     with subprocess.Popen(command, env=os.environ | given | environment, stdout=subprocess.DEVNULL) as server:  # noqa: S603
         try:
             while "startup" not in reached:
-                status = _status(port)
+                status = _status(client)
                 now = time.perf_counter() - began
                 if status:
                     reached.setdefault("answer", now)
                 if status == 200:
                     reached["startup"] = now
                 elif server.poll() is not None or now > LONGEST_START:
-                    raise SettingsError("The server did not become ready; what it said last is above.")
+                    raise SettingsError("The server did not become ready; its last messages are above.")
                 else:
                     time.sleep(POLL_SECONDS)
-            _first_token(port, settings)
+            body = {"model": settings.model_names[0], "prompt": "Once upon a time", "max_tokens": 1}
+            with client.request("POST", "/v1/completions", body) as answer:
+                answer.read()
             reached["first_token"] = time.perf_counter() - began
         finally:
             server.terminate()
     return reached
 
 
-def _status(port: int) -> int:
-    """Of /readyz; 0 if nobody answers."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST_START)
-    with suppress(OSError):
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status
+def _status(client: ServerClient) -> int:
+    """Return the status of /readyz; 0 without an answer."""
+    with suppress(ServerError), client.request("GET", "/readyz", check=False) as answer:
+        return answer.status
     return 0
-
-
-def _first_token(port: int, settings: Settings) -> None:
-    headers = {"content-type": "application/json"}
-    if settings.api_keys:
-        headers["authorization"] = f"Bearer {settings.api_keys[0].get_secret_value()}"
-    body = {"model": settings.model_names[0], "prompt": "Once upon a time", "max_tokens": 1}
-    connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST_START)
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise SettingsError(f"The server refused a prompt of four words: {answer.read().decode()}")
-    answer.read()
 
 
 def _put_out_of_memory(files: Sequence[Path]) -> None:
@@ -130,7 +121,7 @@ def _put_out_of_memory(files: Sequence[Path]) -> None:
 
 
 def _text(value: object) -> str:
-    """A setting as its variable takes it."""
+    """Return a setting's value in the form of its environment variable."""
     if isinstance(value, tuple):
         return ",".join(map(_text, value))
     if isinstance(value, SecretStr):

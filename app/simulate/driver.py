@@ -1,4 +1,4 @@
-"""The simulation loop, for a whole run or for a person who changes parameters."""
+"""Runs simulations: `simulate` a whole workload, `Session` an open load whose parameters change while it runs."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from protocol.errors import ApiError
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2**15
-KEPT, KEPT_TOKENS = 10_000, 2**20  # ended requests and their output tokens, for percentiles
+KEPT, KEPT_TOKENS = 10_000, 2**20  # finished requests and their output tokens, kept for percentiles
 
 
 class Parameters(LoadShape):
-    """What a person may set."""
+    """The parameters of a session."""
 
     step_seconds: float = Field(default=0.015, ge=0.0001, le=10)
     max_num_seqs: int = Field(default=8, ge=1, le=256)
     max_num_batched_tokens: int = Field(default=512, ge=256, le=16384)
-    admission: bool = False  # refuse as the server would; else the queue may grow for ever
+    admission: bool = False  # refuse as the server would; without it the queue may grow without bound
     num_blocks: int = Field(default=4096, ge=64, le=2**17)  # of 16 tokens; lengths are cut so that one request fits
     seed: int = Field(default=0, ge=0, le=2**31)
 
 
-_TOKENS_PER_BLOCK, _TOKENS_PER_REQUEST = 8, 32  # as much memory as one of each
+_TOKENS_PER_BLOCK, _TOKENS_PER_REQUEST = 8, 32  # the memory of a block and of a request, in tokens
 
 FIXED = ("num_blocks", "seed", "admission")  # parameters that cannot change while it runs
 
@@ -58,13 +58,12 @@ PRESETS = {
     "overloaded": _COMFORTABLE.model_copy(update={"rate": 8.0, "max_num_seqs": 4}),
     "one slot": _COMFORTABLE.model_copy(update={"rate": 2.0, "max_num_seqs": 1, "output_len": 24.0}),
 }
-"""Three lessons. Of 40 tokens at 15 ms, 8 slots serve 13 requests a second and 4 serve 6.7: the queue of 8 a second
-grows without bound. One slot serves 2.8 of 24 tokens, so that 2 a second can be served; but now and then one waits for
-a dozen others, and p99 is what hurts."""
+"""With answers of 40 tokens at 15 ms, 8 slots serve 13 requests a second and 4 slots 6.7, so the queue of 8 a second
+grows without bound. One slot serves 2.8 answers of 24 tokens a second: 2 a second fit, with a long tail (p99)."""
 
 
 class Session:
-    """`advance` is bounded by its steps and its work; a step takes about 0.1 to 0.5 ms of the caller's thread."""
+    """One simulation of an open load. A step takes about 0.1 to 0.5 ms of the caller's thread."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -100,7 +99,7 @@ class Session:
         return self.simulation.now
 
     def change(self, /, **changes: Any) -> None:
-        """Go on with other parameters. Averages begin anew. Raises ValueError, of which pydantic's is one."""
+        """Change parameters from now on and reset the averages. Raises ValueError (pydantic's included)."""
         if fixed := [name for name in changes if name in FIXED]:
             raise ValueError(f"{fixed[0]}: cannot change while it runs; allowed: a new simulation")
         parameters = Parameters.model_validate(self.parameters.model_dump() | changes)
@@ -112,12 +111,12 @@ class Session:
 
     def advance(self, until: float = math.inf, max_steps: int = 1000, max_work: float = math.inf) -> None:
         """Simulate up to the virtual time `until`, in at most `max_steps` steps; no step begins after `max_work`.
-        Raises ValueError if more requests have come than are kept in memory; the session cannot go on then."""
+        Raises ValueError if more requests are unfinished than are kept in memory; the session is then at its end."""
         self.simulation.advance(until, max_steps, max_work)
 
     @property
     def kept_tokens(self) -> int:
-        """The memory of prompts, the times of tokens, blocks and requests, in tokens of about 50 bytes."""
+        """Return the memory of the session in tokens of about 50 bytes."""
         simulation = self.simulation
         num_requests = len(simulation.open) + len(simulation.ended)
         return (
@@ -135,7 +134,7 @@ class Session:
         self._at_begin = (simulation.request_seconds, self._executor.row_seconds, simulation.num_ended)
 
     def kpis(self) -> Mapping[str, float]:
-        """Since the beginning or the latest change. `little` is λW, which in the long run is `num_in_system`, L."""
+        """Return figures since the latest change. `little` is λW, which converges to `num_in_system`, L."""
         simulation = self.simulation
         seconds = max(simulation.now - self._began, 1e-9)
         request_seconds, row_seconds, num_ended = self._at_begin
@@ -167,22 +166,22 @@ class Session:
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
-# One simulation of a workload from beginning to end, and what is to be said of it.
+# One simulation of a workload from beginning to end, and its figures.
 
 
-STEPS_AT_ONCE = 50  # fewer than an engine remembers (`engine.core.core.NUM_STEPS_KEPT`), so that each is seen
+STEPS_AT_ONCE = 50  # fewer than an engine keeps (`engine.core.core.NUM_STEPS_KEPT`), so that none is missed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the clients saw, and what the engines did for them."""
+    """The records of a simulated workload and the figures of its engines."""
 
     records: list[RequestRecord]
-    requests: list[SimulatedRequest]  # those that were sent, in the order of their ends
+    requests: list[SimulatedRequest]  # those that were sent, in the order in which they ended
     figures: dict[str, Any]
 
     def result(self, **options: Any) -> dict[str, Any]:
-        """As `app.workload.report.summarize` gives it of a real run, with `figures` beside."""
+        """Return the result of `app.workload.report.summarize`, as of a real run, with `figures`."""
         return summarize(self.records, **options) | self.figures
 
 
@@ -197,12 +196,10 @@ def simulate(
     outages: Sequence[Outage] = (),
     watch: Callable[[Simulation], None] | None = None,
 ) -> Outcome:
-    """Serve a workload on the virtual clock. `watch` is called now and then, before any step is forgotten.
+    """Serve a workload on the virtual clock.
 
-    `replicas`: as `data_parallel_size`, if it is given; `route`: how they share the requests; `outages`: when some of
-    them are not there.
-
-    Raises SettingsError.
+    `replicas` overrides `data_parallel_size`; `route` is how they share requests; `outages` are times without some of
+    them. `watch` is called often enough to see every step. Raises SettingsError.
     """
     if replicas is not None:
         settings = settings.model_copy(update={"data_parallel_size": replicas})
@@ -216,7 +213,7 @@ def simulate(
 
     try:
         engines = Engines(make_core, size, leaps=watch is None, route=route)
-    except ValueError as error:  # no request of the longest would fit
+    except ValueError as error:  # the longest request would not fit
         raise SettingsError(f"--num-blocks: {error}") from None
     simulation = Simulation(
         engines,
@@ -227,7 +224,7 @@ def simulate(
         outages=outages,
     )
     began = time.perf_counter()
-    with no_collection():  # what a simulation keeps, it keeps to its end
+    with no_collection():  # a simulation keeps its objects to its end
         while simulation.advance(max_steps=None if watch is None else STEPS_AT_ONCE):
             if watch is not None:
                 watch(simulation)
@@ -254,11 +251,11 @@ def simulate(
 
 
 # ----------------------------------------------------------------------------------------------------------------- door
-# The server's admission, asked on the virtual clock.
+# The server's admission on the virtual clock.
 
 
 class AdmissionDoor:
-    """An `engine.simulation.simulation.Door` that takes in whom the server would take in."""
+    """An `engine.simulation.simulation.Door` that admits a request if the server would."""
 
     def __init__(
         self,
@@ -268,7 +265,7 @@ class AdmissionDoor:
         num_kv_tokens: float = math.inf,
         tenants: Collection[Tenant] = (ANONYMOUS,),
     ) -> None:
-        """`num_kv_tokens` fit into the caches of all engines together."""
+        """`num_kv_tokens`: the capacity of the KV caches of all engines together."""
         self._admission = Admission(settings, tenants=tenants, clock=clock)
         self._admission.wait.num_kv_tokens = num_kv_tokens
         if table is not None:
@@ -296,7 +293,7 @@ class AdmissionDoor:
 
 
 class AdmittedPlace:
-    """A ticket of the queue, held for as long as the request lives."""
+    """A ticket of the queue that is held until its request ends."""
 
     ticket: QueueTicket
 
@@ -304,29 +301,28 @@ class AdmittedPlace:
         self.scope = ExitStack()
 
     def begin(self) -> None:
-        """It got its first token."""
+        """Note the request's first token."""
         self.ticket.begin()
 
     def leave(self, num_tokens: int) -> None:
-        """It has ended, with so many tokens."""
+        """Note that the request ended with `num_tokens` output tokens."""
         self.ticket.end(num_tokens)
         self.scope.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ recording
-# A simulation as a file that the dashboard plays: JSON lines of frames.
+# A simulation as JSON lines of frames, which the dashboard plays.
 
 
 class Recording:
-    """Writes a frame of each engine whenever `watch` is called."""
+    """Writes a frame of each engine at every call of `watch`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._latest: dict[int, int] = {}  # step of each engine that was told of
-        self._seen = 0
+        self._latest: dict[int, int] = {}  # by engine: the last step that was written
 
     def watch(self, simulation: Simulation) -> None:
-        """What has happened since the call before."""
+        """Write the steps since the previous call."""
         for replica in simulation.engines.replicas:
             snapshot = replica.core.snapshot()
             frame = make_frame(snapshot, engine=replica.index, after_step=self._latest.get(replica.index, 0))

@@ -1,4 +1,4 @@
-"""Who sends what, and when: `engine.simulation.simulation.Load`s."""
+"""Loads of a simulation (`engine.simulation.simulation.Load`): the requests and their times."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.messages import EngineCoreRequest, SamplingParams
 from engine.simulation.counting import VOCAB_SIZE
 from engine.simulation.simulation import SimulatedRequest
 
-MAX_OPEN, MAX_OPEN_TOKENS = 10_000, 2**21  # requests that have not ended, and tokens of their prompts: some 100 MB
+MAX_OPEN, MAX_OPEN_TOKENS = 10_000, 2**21  # unfinished requests, and tokens of their prompts: some 100 MB
 
 Spread = Literal["fixed", "uniform", "exponential"]
 
 
 def draw_length(mean: float, spread: Spread, share: float) -> int:
-    """A length in tokens, at least 1: the one below which this share of all lengths lie."""
+    """Return the length in tokens, at least 1, at this quantile (`share`) of the distribution."""
     if spread == "fixed" or mean <= 1:
         return max(1, round(mean))
     if spread == "uniform":
@@ -33,36 +33,35 @@ def draw_length(mean: float, spread: Spread, share: float) -> int:
 
 
 class LoadShape(BaseModel):
-    """What an open load asks for anew with each request. Lengths are means in tokens."""
+    """The parameters of an open load. Lengths are means in tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rate: float = Field(default=3.0, ge=0.01, le=1000)  # requests per second
-    burstiness: float = Field(default=1.0, ge=0.05, le=100)  # 1: Poisson; less: in bursts; more: evenly
+    burstiness: float = Field(default=1.0, ge=0.05, le=100)  # 1: Poisson; lower: bursts; higher: even gaps
     input_len: float = Field(default=64, ge=1, le=8192)
     output_len: float = Field(default=32, ge=1, le=4096)
     length_spread: Spread = "exponential"
-    shared_prefix_len: int = Field(default=0, ge=0, le=8192)  # tokens that all prompts begin with, besides `input_len`
+    shared_prefix_len: int = Field(default=0, ge=0, le=8192)  # tokens that all prompts begin with, before `input_len`
 
 
 class OpenLoad:
-    """Requests that come at a rate, whatever becomes of those before. The shape may change at any time.
+    """Requests that come at a rate, independent of the answers. The shape may change at any time.
 
-    Each request draws the same numbers at any rate and of any lengths, so that two simulations differ by what was
-    changed and not by chance.
+    Each request uses the same random numbers at any rate and length, so that two simulations differ only by the change.
     """
 
     def __init__(self, shape: Callable[[], LoadShape], longest: int, seed: int) -> None:
-        """Lengths are cut so that prompt and answer have `longest` tokens at most."""
+        """Cut lengths so that prompt and answer have at most `longest` tokens together."""
         self._shape = shape
         self._longest = longest
         self._gaps, self._lengths = Random(f"{seed} gaps"), Random(f"{seed} lengths")
-        self._since = 0.0  # when `_gap` was last looked at
+        self._since = 0.0  # the time from which `_gap` counts
         self._gap = self._draw_gap()  # until the next request, in mean gaps
         self._number = 0
         self._num_open = 0
-        self.open_tokens = 0  # of the prompts of those that have not ended
-        self._next_token_id = 2**20  # below are those of the shared prefix
+        self.open_tokens = 0  # of the prompts of unfinished requests
+        self._next_token_id = 2**20  # lower ids belong to the shared prefix
 
     def _draw_gap(self) -> float:
         burstiness = self._shape().burstiness
@@ -73,17 +72,17 @@ class OpenLoad:
         return self._since + self._gap / self._shape().rate
 
     def change(self, now: float, change: Callable[[], None]) -> None:
-        """Have the shape changed at this time: what is left of the gap lasts as long as it does at the new rate."""
+        """Change the shape at this time. The rest of the current gap is stretched to the new rate."""
         self._gap -= (now - self._since) * self._shape().rate
         self._since = now
         change()
 
     def take(self) -> EngineCoreRequest:
-        """Raises ValueError where so many have not ended that they would not fit into memory for long."""
+        """Return the next request. Raises ValueError if too many requests are unfinished to be kept in memory."""
         if self._num_open >= MAX_OPEN or self.open_tokens >= MAX_OPEN_TOKENS:
             raise ValueError(
-                f"rate: {self._num_open} requests with {self.open_tokens} prompt tokens have come and not ended; "
-                f"allowed: {MAX_OPEN} and {MAX_OPEN_TOKENS}. Begin a new simulation at a lower rate, or with admission"
+                f"rate: {self._num_open} requests with {self.open_tokens} prompt tokens are unfinished; allowed: "
+                f"{MAX_OPEN} and {MAX_OPEN_TOKENS}. Start a new simulation at a lower rate, or with admission"
             )
         shape = self._shape()
         self._since = self.due
@@ -112,8 +111,8 @@ class OpenLoad:
 
 
 class WorkloadLoad:
-    """The requests of a workload, as `app.bench` would send them: at their time, when a slot is free where only so many
-    may be under way, and in a conversation after the answer before. `records` is what their clients saw."""
+    """The requests of a workload, sent as `app.bench` sends them: at their time, or when a slot is free if concurrency
+    is limited, and in a conversation after the previous answer. `records` has what the clients saw."""
 
     def __init__(
         self, requests: Sequence[WorkloadRequest], *, max_concurrency: int | None = None, settings: Settings
@@ -127,8 +126,8 @@ class WorkloadLoad:
             self._lengths[key] = max(length, self._lengths.get(key, 0))
         self._numbers: dict[str, int] = {}  # the first token of each piece
         self._next_token_id = 0
-        self._said: dict[int, list[int]] = {}  # in each conversation
-        self._later: defaultdict[int, deque[int]] = defaultdict(deque)  # turns of each that have not come yet
+        self._said: dict[int, list[int]] = {}  # the history of each conversation
+        self._later: defaultdict[int, deque[int]] = defaultdict(deque)  # turns of each conversation still to be sent
         self._line: list[tuple[float, int]] = []
         for number, request in enumerate(requests):
             if request.arrival is not None:
@@ -171,7 +170,7 @@ class WorkloadLoad:
 
     def _take_numbers(self, count: int) -> range:
         if self._next_token_id + count > VOCAB_SIZE:
-            self._next_token_id = 0  # whoever had these has been gone for four thousand million tokens
+            self._next_token_id = 0  # their last use was 4 * 10^9 tokens ago
         self._next_token_id += count
         return range(self._next_token_id - count, self._next_token_id)
 
@@ -190,9 +189,7 @@ class WorkloadLoad:
             return
         if record.error:
             for later in self._later.pop(conversation):
-                failed = self.records[later]
-                failed.scheduled_time = failed.start_time = failed.end_time = record.end_time
-                failed.error = "not sent: the turn before has failed"
+                self.records[later].mark_unsent(record.end_time)
             return
         following = self._later[conversation][0]
         heappush(self._line, (record.end_time + self._requests[following].think_time, following))

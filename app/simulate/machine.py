@@ -1,4 +1,4 @@
-"""What is simulated: the step costs of a model on a machine, its KV cache, and the server's settings."""
+"""The simulated machine: step costs of a model, its KV cache, and the server's settings."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from engine.costs.table import StepCostTable
 from engine.messages import FACTS_OF_PLANS, ModelFacts
 from engine.simulation.counting import CountingExecutor, VirtualClock
 
-# Settings that a table of step costs and its KV cache were measured with. A simulation cannot change their values.
+# Settings that step costs and the size of the KV cache depend on. A simulation cannot change their values.
 FIXED = (
     *("kv_cache_memory", "gpu_memory_utilization", "block_size", "dtype", "quantization", "device", "num_threads"),
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
 )
 MAX_FILE_BYTES = 64 * 2**20
-UNKNOWN_NUM_BLOCKS = 2**16  # where nobody says how much room there is: a million tokens
-# What a request takes beside the engine's steps, in seconds: HTTP, JSON, tokenizing and admission before, detokenizing
-# and sending after. A third of the medians on two cores that other work kept busy threefold: 1.0 ms in for a text of 64
-# tokens and 18 ms for 1,500, 2.8 ms out. An estimate until it is measured on a machine with nothing else to do.
+UNKNOWN_NUM_BLOCKS = 2**16  # for a file without the size of the KV cache: a million tokens
+# Seconds of a request outside the engine's steps: HTTP, JSON, tokenizing and admission before, detokenizing and sending
+# after. An estimate: a third of the medians on two cores at a load of 3 per core (1.0 ms in for a text of 64 tokens,
+# 18 ms for 1,500, 2.8 ms out), until it is measured on an idle machine.
 INBOUND, INBOUND_PER_TOKEN, OUTBOUND = 0.2e-3, 4e-6, 0.9e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """An engine, as far as its timing goes."""
+    """The properties of an engine that determine its timing."""
 
     table: StepCostTable
     num_blocks: int = UNKNOWN_NUM_BLOCKS
@@ -41,28 +41,28 @@ class Machine:
     facts: ModelFacts = field(default_factory=ModelFacts)
 
     def inbound(self, num_tokens: int) -> float:
-        """Seconds from a client's sending of a prompt to its arrival at the engine."""
+        """Return the seconds from sending a prompt to its arrival at the engine."""
         return INBOUND + INBOUND_PER_TOKEN * num_tokens
 
     @property
     def outbound(self) -> float:
-        """Seconds from a step's end to the client's knowing of it."""
+        """The seconds from the end of a step to the arrival of its tokens at the client."""
         return OUTBOUND
 
     def config(self, settings: Settings) -> EngineConfig:
-        """As the server makes it of the same settings."""
+        """Return the config that the server makes of the same settings."""
         longest = min(
             self.max_model_len, settings.max_model_len or self.max_model_len, self.num_blocks * self.block_size
         )
         return engine_config(settings, replace(self, max_model_len=longest))
 
     def executor(self, clock: VirtualClock) -> CountingExecutor:
-        """What makes its steps, on this clock."""
+        """Return an executor that makes its steps on this clock."""
         return CountingExecutor(self.num_blocks, self.block_size, self.table.cost, clock=clock, sleep=clock.sleep)
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Self:
-        """Of what /server_info answers, or of a table alone. Raises ValueError."""
+        """Return the machine of a /server_info answer or of a bare table. Raises ValueError."""
         if "step_cost" not in info:
             return cls(table=StepCostTable.from_json(json.dumps(info).encode()))
         kv_cache, told = (
@@ -83,7 +83,7 @@ class Machine:
         if not isinstance(windows, list) or not all(each is None or _is_count(each) for each in windows):
             raise ValueError(f"kv_windows: got {windows!r}; allowed: a list of nulls and whole numbers")
         del given["data_parallel_size"]
-        if given["num_blocks"]:  # of all engines together
+        if given["num_blocks"]:  # the total of all engines
             given["num_blocks"] = max(1, given["num_blocks"] // size)
         return cls(
             table=table,
@@ -95,7 +95,8 @@ class Machine:
 
 
 def _one_engine(info: dict[str, Any], model: str) -> dict[str, Any]:
-    """Of the GPU benchmark's result the engine of this model, or the only one there is. Raises ValueError."""
+    """Return this model's engine, or the only one, of a GPU benchmark's result; other answers unchanged. Raises
+    ValueError."""
     engines = info.get("engines")
     if not isinstance(engines, dict):
         return info
@@ -112,11 +113,9 @@ def _is_count(value: object) -> bool:
 def read_machine(
     path: Path, settings: Settings, num_blocks: int | None = None, *, flag: str = "--table"
 ) -> tuple[Machine, Settings]:
-    """The machine of a file, and the settings of the server that wrote it, but for those that are given here.
-
-    Raises SettingsError, which names the `flag`.
-    """
-    works = "A file that works: what a server answers to GET /server_info"
+    """Return the machine of a file and its server's settings, overridden by those given here. Raises SettingsError that
+    names the `flag`."""
+    works = "What works: a file with a server's answer to GET /server_info"
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -136,23 +135,21 @@ def read_machine(
 
 
 def _check_fixed(info: Mapping[str, Any], settings: Settings, flag: str) -> None:
-    """Raise SettingsError for a setting that was given and is not the one that the table was measured with."""
+    """Raise SettingsError if a given setting differs from the one of the table's measurement."""
     told = info.get("settings")
     for name in FIXED:
         value = getattr(settings, name)
         if name in settings.model_fields_set and not (isinstance(told, dict) and told.get(name) == value):
-            hint = "--num-blocks says how large the KV cache is" if "memory" in name else "Leave it out"
+            hint = "--num-blocks sets the size of the KV cache" if "memory" in name else "Leave it out"
             raise SettingsError(
                 f"--{name.replace('_', '-')}: got {value}; the file of {flag} was measured with another value, or does "
-                f"not say. {hint}, or give a table that was measured with it"
+                f"not name it. {hint}, or give a table that was measured with it"
             )
 
 
 def machine_of(info: Mapping[str, Any], settings: Settings) -> tuple[Machine, Settings]:
-    """The machine of what /server_info answers, and its settings, but for those that are given here.
-
-    Raises ValueError and SettingsError.
-    """
+    """Return the machine of a /server_info answer and its settings, overridden by those given here. Raises ValueError
+    and SettingsError."""
     told = info.get("settings")
     theirs = told if isinstance(told, dict) else {}
     theirs = {name: value for name, value in theirs.items() if name in Settings.model_fields and value is not None}
@@ -160,6 +157,6 @@ def machine_of(info: Mapping[str, Any], settings: Settings) -> tuple[Machine, Se
 
 
 def with_settings(settings: Settings, changes: Mapping[str, Any], *, but_given: bool = False) -> Settings:
-    """These settings with changes, checked as flags are. Raises SettingsError."""
+    """Return the settings with changes, checked as flags are. Raises SettingsError."""
     given = {name: getattr(settings, name) for name in settings.model_fields_set}
     return load_settings({**changes, **given} if but_given else {**given, **changes})

@@ -44,7 +44,7 @@ Point = tuple[float, float]
 
 
 class Plot(NamedTuple):
-    """One picture: a line or dots, and red marks at the bottom for what failed or was refused."""
+    """A line or dots, and red marks at the bottom for failed and refused requests."""
 
     title: str
     x_name: str
@@ -56,7 +56,7 @@ class Plot(NamedTuple):
 
 
 def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
-    """HTML that loads nothing."""
+    """Return an HTML page that loads no other file."""
     done = [record for record in records if not record.error]
     failed = [record for record in records if record.error]
     began = min((record.scheduled_time for record in records), default=0.0)
@@ -68,14 +68,14 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
         Plot(f"{NAMES['ttft']} by when it was sent", "s", "ms", answers, "dots", marks=missing),
         Plot("Output tokens per second", "s", "tok/s", _rates(done, began), marks=missing),
         Plot(
-            "Requests under way",
+            "Concurrent requests",
             "s",
             "",
             _steps([(t - began, float(n)) for t, n in concurrency(records)]),
             marks=missing,
         ),
     ]
-    beside = f"{result['completed']:,} answered, {result['refused']:,} refused, {result['failed']:,} failed in all"
+    totals = f"{result['completed']:,} answered, {result['refused']:,} refused, {result['failed']:,} failed in all"
     rows = "".join(f"<tr><td>{escape(name)}<td>{escape(value)}" for name, value in facts_of(result))
     rows += "</table><table>" + "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells) for cells in latencies_of(result)
@@ -83,7 +83,7 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
     doubts = "".join(f'<p class="doubt">{escape(doubt)}' for doubt in doubts_of(result))
     title = escape(f"{result.get('model_id', '')}, {result.get('date', '')}")
     figures = "".join(
-        f"<figure><figcaption>{escape(plot.title)}</figcaption><small>{beside}</small><br>{_svg(plot)}</figure>"
+        f"<figure><figcaption>{escape(plot.title)}</figcaption><small>{totals}</small><br>{_svg(plot)}</figure>"
         for plot in plots
     )
     return (
@@ -93,14 +93,14 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
 
 
 def _distribution(title: str, values: Sequence[float]) -> Plot:
-    """What share of the values is at most so large."""
+    """Return the cumulative distribution of the values."""
     ordered = sorted(values)
     points = [(max(value, 0.1), 100 * (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)]
     return Plot(title, "ms", "% at most", points, log_x=True)
 
 
 def _rates(records: Sequence[RequestRecord], began: float) -> list[Point]:
-    """Output tokens per second, in a hundred equal parts of the run and no part shorter than a tenth of a second."""
+    """Return output tokens per second in at most a hundred equal parts of the run, each at least 0.1 s long."""
     times = [(moment - began, r.num_output_tokens / len(r.token_times)) for r in records for moment in r.token_times]
     width = max(0.1, max((moment for moment, _ in times), default=0.0) / 100)
     parts = [0.0] * (int(max((moment for moment, _ in times), default=0.0) / width) + 1)
@@ -110,7 +110,7 @@ def _rates(records: Sequence[RequestRecord], began: float) -> list[Point]:
 
 
 def _steps(points: Sequence[Point]) -> list[Point]:
-    """A value holds until the next."""
+    """Return the points of a line that keeps each value until the next."""
     return [
         p for (x, y), (after, _) in zip(points, [*points[1:], *points[-1:]], strict=True) for p in ((x, y), (after, y))
     ]
@@ -155,17 +155,17 @@ def _svg(plot: Plot) -> str:
 
 
 def _nice(value: float) -> float:
-    """A round number not below it."""
+    """Return the next round number."""
     power = 10 ** math.floor(math.log10(value))
     return next(step * power for step in (1.0, 2.0, 4.0, 5.0, 8.0, 10.0) if step * power >= value * 0.999999)
 
 
 # -------------------------------------------------------------------------------------------------------------- display
-# What a terminal shows of a benchmark: a bar while it runs, a table at its end.
+# A benchmark in a terminal: a progress bar, and tables at the end.
 
 
 SEGMENTS = ("receive", "tokenize", "queue", "prefill", "decode", "deliver")
-SWITCH_SECONDS = 0.0001  # at most that long the thread that draws keeps the clocks waiting
+SWITCH_SECONDS = 0.0001  # the longest time for which the drawing thread delays the measurement
 NAMES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token",
@@ -181,7 +181,7 @@ OF_THE_CLIENT = {
 
 @contextmanager
 def progress(num_requests: int, *, shown: bool = True) -> Iterator[Callable[[RequestRecord], None]]:
-    """A bar of answered requests, with the speed and the failures so far; the block's value is told of each."""
+    """Show a progress bar with the speed and the failures so far; call the block's value with each record."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     before = sys.getswitchinterval()
@@ -207,9 +207,9 @@ def progress(num_requests: int, *, shown: bool = True) -> Iterator[Callable[[Req
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The tables of a run, and what makes its figures doubtful."""
+    """Print the tables of a run and its warnings."""
     console = Console()
-    console.width = max(console.width, 100)  # of a file or a pipe: no table needs less
+    console.width = max(console.width, 100)  # files and pipes too: the tables need 100 columns
     facts = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in facts_of(result):
         facts.add_row(name, value)
@@ -233,7 +233,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def latencies_of(result: dict[str, Any]) -> list[list[str]]:
-    """A row for each latency that the result tells of, under a row of titles."""
+    """Return a row of titles and a row for each latency of the result."""
     suffix = next((f"_{name}_ms" for name in NAMES if f"mean_{name}_ms" in result), "_ms")
     percents = [key.removesuffix(suffix) for key in result if re.fullmatch(rf"p[\d.]+{suffix}", key)]
     columns = ["mean", "std", "median", *(percent for percent in percents if percent != "p50")]
@@ -247,7 +247,7 @@ def latencies_of(result: dict[str, Any]) -> list[list[str]]:
 
 
 def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Totals and rates, in words and figures. Failures are told beside what was answered."""
+    """Return totals and rates with their titles, failures and refusals included."""
     messages = result["failure_messages"]
     failures = "; ".join(
         f"{count} x {why}" + (f" ({messages[why]})" if why in messages else "")
@@ -263,7 +263,7 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("Requests/s", f"{result['request_throughput']:.2f}"),
         ("Output tokens/s", f"{result['output_throughput']:,.1f}, {result['max_output_tokens_per_s']:,.0f} at best"),
         ("All tokens/s", f"{result['total_token_throughput']:,.1f}"),
-        ("Under way at a time", f"at most {result['max_concurrent_requests']:,}"),
+        ("Concurrent requests", f"at most {result['max_concurrent_requests']:,}"),
     ]
     if result["request_goodput"] is not None:
         facts.append(("Goodput, requests/s", f"{result['request_goodput']:.2f}"))
@@ -271,10 +271,10 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def doubts_of(result: dict[str, Any]) -> list[str]:
-    """What a reader should know before believing the figures."""
+    """Return warnings about the figures."""
     doubts = []
     if result["failed"]:
-        doubts.append(f"Latencies are of the {result['completed']} that were answered; {result['failed']} were not.")
+        doubts.append(f"Latencies are of the {result['completed']} answered requests; {result['failed']} failed.")
     if number := result.get("requests_without_usage"):
         doubts.append(
             f"The server sent no usage for {number} requests: their prompt tokens are the planned ones, their output "
@@ -282,10 +282,10 @@ def doubts_of(result: dict[str, Any]) -> list[str]:
         )
     if result.get("client_was_late"):
         doubts.append(
-            "The client, or the machine it runs on, was a bottleneck: its sends were late by "
+            "The client, or its machine, was a bottleneck and distorts the figures: its sends were late by "
             f"{result['p99_client_send_lag_ms']:.1f} ms, its event loop by {result['p99_client_loop_lag_ms']:.1f} ms "
-            f"(p99), at {100 * result['client_cpu_share']:.0f} % of a processor. The figures tell of it as well."
+            f"(p99), at {100 * result['client_cpu_share']:.0f} % of a processor."
         )
     if others := result.get("timelines_with_other_token_counts"):
-        doubts.append(f"Of {others} requests the server counted other output tokens than it told its client.")
+        doubts.append(f"For {others} requests the server's timeline and the usage have different output tokens.")
     return doubts

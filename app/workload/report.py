@@ -41,6 +41,11 @@ class RequestRecord:
     request_id: str = ""
     text: str = ""
 
+    def mark_unsent(self, time: float) -> None:
+        """Let it fail at this time without being sent: the previous turn of its conversation failed."""
+        self.scheduled_time = self.start_time = self.end_time = time
+        self.error = "not sent: the previous turn failed"
+
     @property
     def ttft(self) -> float:
         """Time to first token; 0 if there was none."""
@@ -63,7 +68,7 @@ class RequestRecord:
 
     @property
     def refused(self) -> bool:
-        """Whether the server refused it for lack of room."""
+        """Return True if the server refused it for lack of room."""
         return self.status in (429, 503)
 
 

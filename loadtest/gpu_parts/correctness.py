@@ -33,7 +33,7 @@ ATTENTION = {
 
 
 def check_all(report: Report, device: torch.device, *, tiny: bool) -> set[str]:
-    """Run every check. Returns the names of kernels that may be timed: those none of whose checks has failed."""
+    """Run every check and return the names of kernels without a failed check; only those are timed."""
     failed, passed = set(), set()
     dtypes = (torch.float32,) if tiny else (torch.bfloat16, torch.float16, torch.float32)
     for dtype in dtypes:
@@ -147,7 +147,7 @@ def _attention(
 
 
 def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:
-    """The share of rows whose token lies outside what sorting keeps, or is another than the reference's.
+    """Return the share of rows with a token that sorting does not keep, or that differs from the reference.
 
     Noise is the same to the last bits, so in one row of thousands two scores may be nearer than these.
     """

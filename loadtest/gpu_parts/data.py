@@ -37,7 +37,7 @@ class Paged:
     def attend(
         self, out: torch.Tensor | None = None, *, window: int | None = None, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """By the kernels, at scale 0.1, with the list of work that all layers of a step share made anew."""
+        """Run the kernels at scale 0.1, and make the work list that the layers of a step share."""
         tables = (self.seq_lens, self.query_start_loc)
         num_decodes, longest = self.known
         work = list_attention_work(
@@ -95,8 +95,8 @@ def make_logits(num_rows: int, vocab_size: int, device: torch.device, dtype: tor
 
 
 def make_columns(num_rows: int, device: torch.device, **values: float) -> dict[str, torch.Tensor]:
-    """The columns of the row table, every row alike but for its seed. What is not in `values` is off; the temperature
-    is 1."""
+    """Return the columns of the row table, equal for all rows except the seed. Parameters that are not in `values` are
+    off; the temperature is 1."""
     columns = device_columns(num_rows) | {"seed": torch.arange(num_rows)}
     for name, value in ({"temperature": 1.0} | values).items():
         columns[name].fill_(value)

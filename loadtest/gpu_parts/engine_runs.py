@@ -26,7 +26,7 @@ from loadtest.gpu_parts.rooflines import Card, ModelWork
 
 @dataclass(frozen=True)
 class Sizes:
-    """What to run."""
+    """The sizes of all measures."""
 
     batches: tuple[int, ...] = (1, 8, 64, 256)
     context: int = 1024
@@ -86,7 +86,7 @@ def loaded(name: str, config: ModelConfig, device: torch.device, sizes: Sizes) -
         kv_cache_memory=None if device.type == "cuda" else 2**25,
     )
     executor = UniProcExecutor(Worker(config, drawn_on(config, str(device)), options), config.vocab_size)
-    # The target latency is for prompts beside streams; here whole steps are wanted.
+    # Whole steps: no target latency, which would split prompts while streams decode.
     engine_config = EngineConfig(
         max_model_len=sizes.max_model_len,
         max_num_seqs=options.max_num_seqs,
@@ -129,7 +129,7 @@ def decode_steps(report: Report, model: Loaded, card: Card, sizes: Sizes) -> Non
             try:
                 idle = _idle_per_step(model.core)
                 report.add(model.name, f"device idle in a step, {batch} running", idle * 1e6, "us")
-            except RuntimeError as problem:  # some machines let nobody trace
+            except RuntimeError as problem:  # some machines do not permit tracing
                 report.note(f"{model.name}: idle time was not measured: {problem}")
         for number in range(batch):
             model.core.finish_request(f"d{batch}-{number}", FinishReason.ABORT)
@@ -184,7 +184,7 @@ def nano_offline(report: Report, model: Loaded, card: Card, sizes: Sizes) -> Non
 
 
 def _step_until_all_decode(core: EngineCore, batch: int) -> None:
-    """Until every request has made a token, and then some steps more, for whatever starts slowly."""
+    """Step until every request has a token, and some steps more, to include slow starts."""
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {output.request_id for output in core.step().outputs if output.new_token_ids}

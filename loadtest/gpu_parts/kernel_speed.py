@@ -25,7 +25,7 @@ BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.E
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one layer, and of the steps that are timed."""
+    """The sizes of one layer and of the timed steps."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -46,7 +46,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class KernelSpeed:
-    """One run of all of it. `correct` are the kernels whose checks have passed; no other is timed."""
+    """One run of all timings. Only `correct` kernels, which passed their checks, are timed."""
 
     report: Report
     timer: Timer

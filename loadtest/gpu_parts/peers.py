@@ -1,6 +1,6 @@
-"""transformers beside it, in the same call and on the same card: generate with a static cache, and continuous batching.
+"""The same workload with transformers on the same card: generate with a static cache, and continuous batching.
 
-What it cannot do here (it is not installed, or refuses the device) is said in a note.
+A note names what is left out because it is not installed or refuses the device.
 """
 
 from __future__ import annotations

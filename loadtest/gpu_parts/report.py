@@ -1,4 +1,4 @@
-"""What a run found: rows of figures, notes on what was left out, checks that failed; as a table and as JSON."""
+"""The report of a run: rows of figures, notes on omissions, failed checks; as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIMES = ("us", "ms", "s")
 @dataclass(frozen=True)
 class Row:
     """One figure, and what it is held to in the same unit: the roofline, which is the best that the measured card could
-    do; for what is served or somebody else's, what the engine does offline in this run."""
+    do; for served workloads and other libraries, the engine's offline figure of this run."""
 
     part: str
     name: str
@@ -22,7 +22,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """How much of the reference is reached: 1 is all of it."""
+        """Return the ratio of the value to the reference."""
         if not self.reference or not self.value:
             return None
         return self.reference / self.value if self.unit in _TIMES else self.value / self.reference

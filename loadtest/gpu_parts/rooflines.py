@@ -1,4 +1,4 @@
-"""What a card can do, measured on it, and what a model must do: the two make the floors that figures are held to."""
+"""Rooflines: the measured ceilings of a card and the work of a model give the shortest possible times."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ ELEMENT_SIZE = 2  # bytes of bfloat16 and float16
 
 @dataclass(frozen=True)
 class Card:
-    """The two ceilings."""
+    """The measured ceilings of a card."""
 
     bandwidth: float  # bytes per second of a large copy, read and written
     flops: float  # floating-point operations per second of a large matrix product
 
     def seconds(self, num_bytes: float, num_flops: float = 0.0) -> float:
-        """No work that moves and computes so much can take less."""
+        """Return the shortest time in seconds for so many bytes and operations."""
         return max(num_bytes / self.bandwidth, num_flops / self.flops)
 
 
 def measure_card(timer: Timer, dtype: torch.dtype, *, copy_bytes: int, matrix_size: int) -> Card:
-    """On random data: zeros can be faster than anything real."""
+    """Measure the ceilings on random data: zeros can be faster than real data."""
     source = torch.randn(copy_bytes // dtype.itemsize, device=timer.device).to(dtype)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / timer.seconds(lambda: target.copy_(source))
@@ -37,7 +37,7 @@ def measure_card(timer: Timer, dtype: torch.dtype, *, copy_bytes: int, matrix_si
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What one step of a model must read and compute."""
+    """The bytes and operations of one step of a model."""
 
     config: ModelConfig
 
@@ -62,7 +62,8 @@ class ModelWork:
         return matrices + card.seconds(batch * context * kv_bytes_per_token(self.config, ELEMENT_SIZE))
 
     def prefill_flops(self, prompts: int, length: int) -> float:
-        """Of whole prompts of one length: causal attention sees half of all pairs, the head one token per prompt."""
+        """Return the operations of whole prompts of one length: causal attention sees half of all pairs, the head one
+        token per prompt."""
         config = self.config
         width = config.num_attention_heads * config.head_dim
         attention = 2 * config.num_hidden_layers * length**2 * width

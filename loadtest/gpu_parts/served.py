@@ -60,7 +60,7 @@ def nano_served(report: Report, name: str, device: torch.device, sizes: Sizes, t
 
 
 def write_model(directory: Path, values: dict[str, object]) -> Path:
-    """A Hugging Face directory without weights, whose tokenizer knows bytes and else only made-up words."""
+    """Write a Hugging Face directory without weights; its tokenizer knows bytes and made-up words."""
     (directory / "config.json").write_text(json.dumps(values))
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [f"<{number}>" for number in range(int(str(values["vocab_size"])) - len(letters))]

@@ -137,8 +137,8 @@ BROKEN = {
     "no text came": [SSE_HEAD, chunk("data: [DONE]\n\n"), LAST],
     "error event request_failed": [SSE_HEAD, chunk('data: {"error": {"code": "request_failed"}}\n\n'), LAST],
     "HTTP 503": [answer("503 Unavailable", b"", b"Retry-After: 1.2.3\r\n")],
-    "what came is no HTTP/1.1": [b"SSH-2.0 OpenSSH_9\r\n"],
-    "an event that is not understood": [SSE_HEAD, chunk("data: {]\n\n"), chunk("data: [DONE]\n\n"), LAST],
+    "the answer is not HTTP/1.1": [b"SSH-2.0 OpenSSH_9\r\n"],
+    "an event of unknown form": [SSE_HEAD, chunk("data: {]\n\n"), chunk("data: [DONE]\n\n"), LAST],
 }
 
 
@@ -161,7 +161,7 @@ def test_a_failure_is_told_by_its_reason(why: str) -> None:
 def test_what_a_server_cannot_mean_fails_its_request_alone(event: str) -> None:
     pieces = [SSE_HEAD, chunk(STREAM[1]), chunk(f"data: {event}\n\n"), LAST]
     records = drive(by(*pieces), requests(2), max_concurrency=1)
-    assert [record.error for record in records] == ["an event that is not understood"] * 2
+    assert [record.error for record in records] == ["an event of unknown form"] * 2
     assert summarize(records)["failed"] == 2
 
 
@@ -247,7 +247,7 @@ def test_a_turn_is_sent_after_the_answer_before_and_the_time_to_think() -> None:
 def test_a_conversation_ends_with_its_first_failure() -> None:
     workload = [WorkloadRequest((Piece(f"{n}", 4),), 3, arrival=None if n else 0.0, conversation=0) for n in range(3)]
     records = drive(by(*BROKEN["HTTP 502"]), workload)
-    assert [record.error for record in records] == ["HTTP 502", *["not sent: the turn before has failed"] * 2]
+    assert [record.error for record in records] == ["HTTP 502", *["not sent: the previous turn failed"] * 2]
 
 
 def test_the_client_tells_how_late_it_was() -> None:

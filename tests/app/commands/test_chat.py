@@ -132,7 +132,7 @@ def test_what_is_not_understood_is_said_and_the_conversation_goes_on(conversatio
 
     with scripted(script) as server:
         assert _show(ServerClient(server.url), conversation) == ""
-    assert f"What {server.url} answers is not understood" in capsys.readouterr().err
+    assert f"The answer of {server.url} has an unknown form" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ends", [b"0\r\n\r\n", b""], ids=["well formed", "cut"])
@@ -181,7 +181,7 @@ async def silent(_body):
 def test_a_server_that_names_no_models_is_told_of(models):
     with (
         scripted(silent, pages={"/v1/models": models}) as server,
-        pytest.raises(ServerError, match="not understood"),
+        pytest.raises(ServerError, match="unknown form"),
     ):
         ServerClient(server.url).models()
 

@@ -176,7 +176,7 @@ def test_what_others_wrote_is_shown_as_text_and_nothing_of_it_obeyed():
 )
 def test_what_is_not_understood_is_said(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes]):
     monkeypatch.setattr("app.commands.top.ServerClient.get", lambda self, path: answers[path])
-    with pytest.raises(ServerError, match="not understood|another version"):
+    with pytest.raises(ServerError, match="unknown form|another version"):
         Watcher("http://here", None, None).look()
 
 

@@ -208,7 +208,7 @@ def test_what_never_or_always_holds_is_said_to() -> None:
         ("--table {worse}", "num_blocks: got -1; allowed: a whole number, at least 1"),
         ("--table {list}", "not a JSON object"),
         ("--table /dev/zero", "is wrong: more than"),
-        ("--kv-cache-memory 1GiB", "--num-blocks says how large the KV cache is"),
+        ("--kv-cache-memory 1GiB", "--num-blocks sets the size of the KV cache"),
         ("--dtype float32", "--dtype: got float32; the file of --table was measured with another value"),
         ("--sweep dtype=float32,bfloat16", "--sweep: got dtype; --table was measured with one value"),
         ("--sweep port=1,2", "--sweep: got port; it has no effect here. Settings that are simulated: max_num_seqs, "),

@@ -188,4 +188,4 @@ def test_a_turn_whose_question_was_refused_is_not_sent() -> None:
     talk = [asked(0.0, 40_000, 10, "long", conversation=1), asked(None, 5, 5, "next", conversation=1)]
     outcome = simulated(talk)
     assert "1 to" in outcome.records[0].error
-    assert outcome.records[1].error == "not sent: the turn before has failed"
+    assert outcome.records[1].error == "not sent: the previous turn failed"

@@ -1,8 +1,7 @@
 """`headrace chat`: a conversation in the terminal, with live Markdown.
 
-It speaks HTTP to a server: to one that runs already, or to one that it starts for itself in a thread, on a free port
-of the loopback address and behind a key that only it knows. So a conversation goes the way of every other request,
-and Ctrl-C in the middle of an answer is a client that leaves.
+It is an HTTP client of a running server, or of one that it starts in a thread, on a free loopback port with a random
+key. So Ctrl-C during an answer is a client that disconnects.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from app.config.settings import Settings, SettingsError
 def chat_with(url: str, settings: Settings, *, system: str | None, temperature: float | None) -> int:
     """Talk to the server at `url`, with the first of `settings.api_keys` if there is one."""
     client = ServerClient(url, settings.api_keys[0].get_secret_value() if settings.api_keys else None)
-    # Another server has its own models: ask for what the user named, else for whatever it serves.
+    # The server may not have the model of the settings: then take its first.
     cards = {card["id"]: card for card in client.models()}
     name = settings.model_names[0] if settings.model_names[0] in cards else next(iter(cards))
     _converse(client, cards[name], system=system, temperature=temperature)
@@ -64,13 +63,13 @@ def chat_here(settings: Settings, *, system: str | None, temperature: float | No
 def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None, temperature: float | None) -> None:
     conversation = Conversation(card["id"], card.get("default_parameters") or {}, system=system)
     for name, value in (card.get("chat_parameters") or {}).items():
-        with suppress(SettingsError):  # another server, another idea of them
+        with suppress(SettingsError):  # another kind of server may have other parameters
             conversation.set(name, str(value))
     if temperature is not None:
         conversation.set("temperature", str(temperature))
     commands = Commands(conversation)
-    readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted paragraph is one question; Python has it off
-    print(f"{printable(conversation.model)}. /help tells what can be typed here; Ctrl-C stops an answer.")
+    readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted paragraph is one question; off by default
+    print(f"{printable(conversation.model)}. /help lists commands; Ctrl-C stops an answer.")
     while not commands.wants_to_leave:
         try:
             line = input("\n> ")
@@ -96,7 +95,7 @@ def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None,
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """Turn echo off while an answer is written: the next prompt shows what was typed meanwhile."""
+    """Turn echo off during an answer. Text that is typed then appears at the next prompt."""
     if not sys.stdin.isatty():
         yield
         return
@@ -111,7 +110,7 @@ def _no_echo() -> Iterator[None]:
 
 
 def _show(client: ServerClient, conversation: Conversation) -> str:
-    """Ask, and show the answer while it comes. Returns it, as far as it came."""
+    """Ask, show the answer while it arrives, and return it, even if it is incomplete."""
     console = Console()
     live = LiveMarkdown(console) if console.is_terminal else None
     pieces: list[str] = []
@@ -151,7 +150,7 @@ def _show(client: ServerClient, conversation: Conversation) -> str:
 
 
 class Figures:
-    """How an answer came: what its chunks say, and when they were here."""
+    """Speed, token counts and finish reason of one answer."""
 
     def __init__(self) -> None:
         self._asked = time.monotonic()
@@ -161,7 +160,7 @@ class Figures:
         self.finish_reason = ""
 
     def read(self, chunk: dict[str, Any]) -> tuple[str, str]:
-        """The reasoning and the answer that a chunk brings."""
+        """Return the reasoning and the text of a chunk, and note its time and counts."""
         if usage := chunk.get("usage"):
             self._usage = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
             self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
@@ -177,16 +176,16 @@ class Figures:
         return thought, said
 
     def __str__(self) -> str:
-        told = []
+        parts = []
         if self._first:
-            told.append(f"first token after {self._first - self._asked:.2f} s")
+            parts.append(f"first token after {self._first - self._asked:.2f} s")
         if (tokens := self._usage.get("completion_tokens", 0)) > 1 and self._last > self._first:
-            told.insert(0, f"{tokens} tokens, {(tokens - 1) / (self._last - self._first):.1f} tok/s")
+            parts.insert(0, f"{tokens} tokens, {(tokens - 1) / (self._last - self._first):.1f} tok/s")
         if self._cached:
-            told.append(f"{self._cached} of {self._usage['prompt_tokens']} prompt tokens cached")
+            parts.append(f"{self._cached} of {self._usage['prompt_tokens']} prompt tokens cached")
         if self.finish_reason not in ("", "stop"):
-            told.append({"length": "cut off: no more tokens were allowed"}.get(self.finish_reason, self.finish_reason))
-        return "; ".join(told)
+            parts.append({"length": "cut off: no more tokens were allowed"}.get(self.finish_reason, self.finish_reason))
+        return "; ".join(parts)
 
 
 @contextmanager
@@ -213,7 +212,7 @@ def _server(settings: Settings) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- chat commands
-# What can be typed in `headrace chat` beside messages, and the conversation that it changes.
+# The conversation, and the commands that change it.
 
 
 SETTABLE = (
@@ -223,34 +222,34 @@ SETTABLE = (
 """Fields of chat completions that suit a conversation."""
 
 HELP = """\
-/set NAME VALUE   a field of requests from now on, such as /set temperature 0.5
-/set NAME         leaves it to the server again; /set alone tells what is set
-/system TEXT      the system prompt; without TEXT there is none
-/reset            forgets what was said
-/save FILE        writes the conversation as the JSON of a request
-/exit             leaves, and so does Ctrl-D; Ctrl-C stops an answer
+/set NAME VALUE   set a field of all further requests, such as /set temperature 0.5
+/set NAME         use the server's default again; /set alone lists what is set
+/system TEXT      set the system prompt; without TEXT remove it
+/reset            forget the conversation
+/save FILE        write the conversation as the JSON of a request
+/exit             leave, as Ctrl-D does; Ctrl-C stops an answer
 A blank before a slash sends the line to the model."""
 
 
 class Conversation:
-    """What was said, and how the next answer is asked for."""
+    """The messages so far and the fields of the next request."""
 
     def __init__(self, model: str, defaults: Mapping[str, Any], *, system: str | None = None) -> None:
         self.model = model
-        self.defaults = defaults  # of the server, where it tells them
+        self.defaults = defaults  # of the server, if it reports them
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.fields: dict[str, Any] = {}
 
     def body(self) -> dict[str, Any]:
-        """The next request."""
+        """Return the body of the next request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return {"model": self.model, "messages": system + self.messages, **self.fields}
 
     def set(self, name: str, text: str) -> None:
-        """A field from now on; none of its own where `text` is empty. Raises `SettingsError`."""
+        """Set a field of all further requests, or unset it if `text` is empty. Raises `SettingsError`."""
         if name not in SETTABLE:
-            raise SettingsError(f"There is no {name!r} to set. {_nearest(name, SETTABLE) or ', '.join(SETTABLE)}")
+            raise SettingsError(f"There is no field {name!r}. {_nearest(name, SETTABLE) or ', '.join(SETTABLE)}")
         if not text:
             self.fields.pop(name, None)
             return
@@ -259,13 +258,13 @@ class Conversation:
             try:
                 value = json.loads(text)
             except (ValueError, RecursionError):
-                raise SettingsError(f"{name}: got {text[:80]!r}, which is no number.") from None
+                raise SettingsError(f"{name}: got {text[:80]!r}; allowed: a number") from None
         _check(name, value)
         self.fields[name] = value
 
 
 class Commands:
-    """Reads lines that begin with a slash."""
+    """The commands that begin with a slash."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -281,12 +280,12 @@ class Commands:
         }
 
     def take(self, line: str) -> str | None:
-        """What the command has to say that the line is, when it is done; None if it is none."""
+        """Run the line if it is a command and return its reply; return None for a message."""
         word, _, rest = line.rstrip().partition(" ")
-        if not re.fullmatch(r"/\w*", word):  # /etc/passwd is something to talk about
+        if not re.fullmatch(r"/\w*", word):  # /etc/passwd is part of a message
             return None
         if word not in self._commands:
-            return f"There is no {word}. {_nearest(word, self._commands) or '/help tells what there is.'}"
+            return f"There is no {word}. {_nearest(word, self._commands) or '/help lists the commands.'}"
         try:
             return self._commands[word](rest.strip())
         except SettingsError as error:
@@ -297,33 +296,33 @@ class Commands:
         conversation = self._conversation
         if name:
             conversation.set(name, text.strip())
-        told = {**conversation.defaults, **conversation.fields}
-        names = [name] if name else [each for each in SETTABLE if told.get(each) is not None]
+        values = {**conversation.defaults, **conversation.fields}
+        names = [name] if name else [each for each in SETTABLE if values.get(each) is not None]
         lines = (
-            f"{each} {told.get(each, 'is left to the server')}{'' if each in conversation.fields else ' (default)'}"
+            f"{each} {values.get(each, 'is left to the server')}{'' if each in conversation.fields else ' (default)'}"
             for each in names
         )
-        return "\n".join(lines) or f"Nothing is set. There are {', '.join(SETTABLE)}."
+        return "\n".join(lines) or f"Nothing is set. Allowed: {', '.join(SETTABLE)}."
 
     def _system(self, text: str) -> str:
         self._conversation.system = text or None
-        return "It holds from the next answer on." if text else "There is no system prompt now."
+        return "The next answer uses it." if text else "There is no system prompt now."
 
     def _reset(self, _: str) -> str:
         self._conversation.messages.clear()
-        return "Forgotten."
+        return "The conversation is forgotten."
 
     def _save(self, name: str) -> str:
         if not name:
             return "A file is missing: /save conversation.json"
-        # What was typed or said may have halves of characters, which are no UTF-8.
+        # Text may contain half a surrogate pair, which UTF-8 cannot encode.
         text = json.dumps(self._conversation.body(), ensure_ascii=False, indent=2).encode("utf-8", "replace")
         try:
             path = Path(name).expanduser()
             with path.open("xb") as file:
                 file.write(text)
-        except (OSError, ValueError, RuntimeError) as error:  # of a byte 0, or of a user whom nobody knows
-            return f"{printable(name)} cannot be written: {getattr(error, 'strerror', error)}. Name another file."
+        except (OSError, ValueError, RuntimeError) as error:  # a byte 0, or an unknown user
+            return f"{printable(name)} cannot be written: {getattr(error, 'strerror', error)}. Give another file."
         return f"{len(self._conversation.messages)} messages are in {printable(str(path))}."
 
     def _exit(self, _: str) -> str:
@@ -332,7 +331,7 @@ class Commands:
 
 
 def _check(name: str, value: Any) -> None:
-    """Raise `SettingsError` if no server would take it."""
+    """Raise `SettingsError` if a server would refuse the value."""
     from engine.errors import InvalidRequest
     from protocol.body import parse_body
     from protocol.errors import ApiError
@@ -351,40 +350,39 @@ def _nearest(word: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------- live markdown
-# Markdown in a terminal while it is written.
+# Markdown in a terminal while it arrives.
 #
-# What is written changes how its own paragraph looks, and nothing before that. So whole paragraphs are printed once,
-# and of the last one only those lines are written again that look otherwise than they did: nothing blinks, and the time
-# that an answer takes to show does not grow with its length.
+# New text changes the look of its own paragraph only. So finished paragraphs are printed once, and of the last one only
+# the lines that changed are printed again: nothing blinks, and the time per piece does not grow with the answer.
 
 
-_INTERVAL = 0.05  # seconds between two looks at least
-_BUSY = 0.1  # the share of a processor that drawing may take: the engine may run in this process
-# A line behind an empty one that belongs to nothing above it: neither indented nor of a list, a quotation or a table.
+_INTERVAL = 0.05  # the least seconds between two updates
+_BUSY = 0.1  # the largest share of a processor for drawing: the engine may run in this process
+# The start of a paragraph of its own: after an empty line, not indented, no list, quotation or table.
 _NEXT_PARAGRAPH = re.compile(r"\n\n(?=[^\s\-*+\d>|])")
 _FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
 
 
 class LiveMarkdown:
-    """One answer on one console, which has to be a terminal."""
+    """One answer on a console that is a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._paragraph = ""  # the last one, which may change
-        self._lines: list[str] = []  # of it, as they are on the screen
-        self._next_look = 0.0
+        self._lines: list[str] = []  # its lines on the screen
+        self._next_update = 0.0
 
     def feed(self, text: str) -> None:
-        """Show `text` behind what is there, now or with what follows."""
+        """Append `text` and show it, now or with later text."""
         self._paragraph += text
         now = time.monotonic()
-        if now >= self._next_look:
+        if now >= self._next_update:
             self._show()
             took = time.monotonic() - now
-            self._next_look = now + max(_INTERVAL, took / _BUSY)
+            self._next_update = now + max(_INTERVAL, took / _BUSY)
 
     def end(self) -> None:
-        """Show all that was fed."""
+        """Show all text so far."""
         self._show()
 
     def _show(self) -> None:
@@ -395,7 +393,7 @@ class LiveMarkdown:
         self._draw(self._paragraph)
 
     def _whole_paragraph(self) -> int:
-        """Where the first paragraph ends that nothing can change any more; 0 if there is none."""
+        """Return the end of the first paragraph if it is final, else 0."""
         text = self._paragraph
         ends = (found.start() for found in _NEXT_PARAGRAPH.finditer(text))
         return next((end for end in ends if len(_FENCE.findall(text, 0, end)) % 2 == 0), 0)
@@ -407,7 +405,7 @@ class LiveMarkdown:
         same = 0
         while same < min(len(lines), len(self._lines)) and lines[same] == self._lines[same]:
             same += 1
-        # What has left the screen at its top cannot be changed any more.
+        # Lines that scrolled off the screen cannot be changed.
         up = min(len(self._lines) - same, self._console.height - 1)
         changed = lines[len(self._lines) - up :]
         move = f"\x1b[{up}A" if up else ""
@@ -417,7 +415,7 @@ class LiveMarkdown:
 
 
 def _markdown(text: str) -> Markdown:
-    """Line breaks as the model has written them, and HTML as text: it would be left out else."""
+    """Parse with the model's line breaks kept and HTML as text, which rich would leave out."""
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     for token in markdown.parsed:
         if token.type == "html_block":

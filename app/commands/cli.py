@@ -1,8 +1,7 @@
 """The `headrace` command: its subcommands, flags and `headrace config`.
 
-The flags of a command are its own, and where it runs a model the fields of `app.config.settings.Settings`. Parsing
-imports neither torch nor a web server, so `--help` and typing errors answer at once. What goes wrong on purpose ends in
-one last line on standard error and exit code 1 (2 for what argparse refuses); a traceback is a bug.
+1. Parsing imports neither torch nor a web server, so `--help` and wrong flags answer at once.
+2. An expected error is one line on standard error and exit code 1 (2 if argparse refuses a flag). A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is not flushed yet
         return 141  # the shell's number for SIGPIPE
     except KeyboardInterrupt:
         return 130  # the shell's number for Ctrl-C
@@ -83,7 +82,7 @@ def serve(settings: Settings) -> int:
     with frozen_imports("app.application"):
         from app.serving.process import bind, run
 
-        listener = inherited or bind(settings)  # before anything is loaded: a port in use is known at once
+        listener = inherited or bind(settings)  # before the model is loaded, so that a port in use fails at once
 
         from app.application import create_app
 
@@ -94,7 +93,7 @@ def serve(settings: Settings) -> int:
 
 
 def pull(settings: Settings) -> int:
-    """Fetch the model and check it, so that the server starts without a network."""
+    """Download the model and check it, so that the server starts without a network."""
     from app.library import loading  # imports numpy and the engine, which `--help` does not need
     from gpu.checkpoint import open_model
 
@@ -102,7 +101,7 @@ def pull(settings: Settings) -> int:
         files = open_model(
             settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
         )
-    print(f"{files.name} is here.")
+    print(f"{files.name} is complete.")
     return 0
 
 
@@ -117,30 +116,30 @@ def chat(settings: Settings, *, url: str | None, system: str | None, temperature
 
 def _add_chat_flags(parser: ArgumentParser) -> None:
     talk = parser.add_argument_group("the conversation")
-    talk.add_argument("--url", help="Talk to a server that runs, such as http://127.0.0.1:8000. Default: run one here.")
+    talk.add_argument("--url", help="A running server, such as http://127.0.0.1:8000. Default: start one here.")
     talk.add_argument("--system", help="The system prompt.")
     talk.add_argument("--temperature", type=float, help="0 is greedy. Default: the server's.")
 
 
 class Command(NamedTuple):
-    """What a word of the command line runs: `run(settings, **own)`, or `run(**own)` where it takes no settings."""
+    """A subcommand: it calls `run(settings, **own)`, or `run(**own)` if it takes no settings."""
 
     run: Callable[..., int]
     summary: str
-    add_flags: Callable[[ArgumentParser], None] = lambda _: None  # those of its own
+    add_flags: Callable[[ArgumentParser], None] = lambda _: None  # adds its own flags
     takes_settings: bool = True
-    wants_sources: bool = False  # `run(settings, given=...)`: what was said of each, and where
-    in_help: Collection[str] = tuple(Settings.model_fields)  # settings that `--help` tells of
+    wants_sources: bool = False  # `run(settings, given=...)`: the value and source of each setting
+    in_help: Collection[str] = tuple(Settings.model_fields)  # settings that `--help` lists
 
     @classmethod
     def of(cls, run: Callable[..., int], **more: Any) -> Command:
-        """A function of this module, summed up by its docstring."""
+        """Return the command of a function of this module, with its docstring as help."""
         return cls(run, (run.__doc__ or "").strip(), **more)
 
     @classmethod
     def at(cls, module: str, summary: str, **more: Any) -> Command:
-        """`run` and `add_flags` of a module, or "module:name" for `name` and `add_name_flags`. The module is imported
-        when its command is asked for."""
+        """Return the command of a module's `run` and `add_flags`, or with "module:name" of its `name` and
+        `add_name_flags`. The module is imported when the command runs."""
         module, _, name = module.partition(":")
 
         def run(*settings: Settings, **own: Any) -> int:
@@ -153,7 +152,7 @@ class Command(NamedTuple):
 
 
 class CommandGroup(NamedTuple):
-    """Commands behind a first word."""
+    """Subcommands behind a common first word."""
 
     summary: str
     commands: Mapping[str, Command]
@@ -173,19 +172,19 @@ COMMANDS: dict[str, Command | CommandGroup] = {
     "config": Command.at(
         "app.commands.cli", "Show the settings in force, and where each comes from.", wants_sources=True
     ),
-    "doctor": Command.at("app.commands.doctor", "Look for what would keep this machine from serving, or slow it down."),
+    "doctor": Command.at("app.commands.doctor", "Check this machine for what prevents or slows down serving."),
     "top": Command.at(
         "app.commands.top",
-        "Watch what a running server does, in the terminal.",
+        "Watch a running server in the terminal.",
         in_help=("port", "api_keys", "admin_keys"),
     ),
     "simulate": Command.at(
         "app.simulate.command",
-        "Tell how a server would do under a load, without one.",
+        "Predict a server's figures under a load, without running it.",
         in_help=(*OF_THE_ENGINE, "max_queued_requests", "max_queued_tokens", "max_queue_time", "default_timeout"),
     ),
     "bench": CommandGroup(
-        "Measure a server, or the model without one.",
+        "Measure a server, or the model without a server.",
         {
             "serve": Command.at("app.bench.serve", "Measure a server over HTTP.", takes_settings=False),
             "latency": Command.at(
@@ -203,10 +202,10 @@ COMMANDS: dict[str, Command | CommandGroup] = {
 
 
 class _CommandParser(ArgumentParser):
-    """Gets its flags when it is first asked to parse, so that no command pays for those of the others."""
+    """Adds the flags of its command when it first parses, so that only the flags of one command are built."""
 
     def __init__(self, *, command: Command | None = None, **options: Any) -> None:
-        # A prefix that is unique today is ambiguous after the next release: no abbreviations.
+        # No abbreviations: a prefix that is unique today may be ambiguous after the next release.
         super().__init__(allow_abbrev=False, **options)
         self._command = command
 
@@ -221,7 +220,7 @@ class _CommandParser(ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All that it knows, as they are typed."""
+        """All flags as they are typed."""
         return list(self._option_string_actions)
 
 
@@ -283,11 +282,11 @@ def _version() -> str:
 
 def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
     every = len(in_help) == len(Settings.model_fields)
-    others = None if every else "All others work as well: see headrace serve --help."
+    others = None if every else "All others work too: see headrace serve --help."
     settings = parser.add_argument_group("settings", others)
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
     for name, field in Settings.model_fields.items():
-        # Values stay text here: pydantic checks them, with the same words as in the environment and the file.
+        # Values stay text here: pydantic checks them, with the same errors as for the environment and the file.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name, "action": _Once}
         default = "" if field.default in (None, ()) else f" Default: {shown(field.default)}."
         if field.annotation is bool:
@@ -306,7 +305,7 @@ if __name__ == "__main__":
 
 
 # ------------------------------------------------------------------------------------------------------- config command
-# `headrace config`: the settings in force, as a settings file that says where each comes from.
+# `headrace config`: the settings in force as a settings file, with the source of each.
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -315,7 +314,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(settings: Settings, *, given: Mapping[str, Given], only_given: bool) -> int:
-    """Print TOML that `--config` takes. Secrets are told of and not shown."""
+    """Print TOML that `--config` accepts, without the values of secrets."""
     for name, field in Settings.model_fields.items():
         if name not in given and only_given:
             continue
@@ -331,6 +330,6 @@ def run(settings: Settings, *, given: Mapping[str, Given], only_given: bool) -> 
 
 
 def _toml(value: Any) -> str:
-    """A TOML value, which JSON's are but for objects, of which there are none."""
+    """Return a TOML value. JSON's form is TOML's, except for objects, which no setting has."""
     plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     return json.dumps(plain, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""`headrace doctor`: what this machine is, what it makes of the settings, and what to change.
+"""`headrace doctor`: checks this machine and the settings, and says what to change.
 
-Everything is found out by doing it: the model is loaded as a server would load it, and steps are made. A finding is
-`ok`, a `note` with what would be better, or `wrong`: then a server would not start, and the exit code is 1.
+It loads the model as a server would and makes steps. A finding is `ok`, a `note` with advice, or `wrong`: then a server
+would not start, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gpu.host import available_memory, cuda_devices, has_torch, processor_flags,
 from gpu.kv_cache import size_text
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-LONG_PROMPT = 1024  # tokens, that a first token is told for
+LONG_PROMPT = 1024  # tokens of the prompt of the shown time to first token
 
 
 class Finding(NamedTuple):
@@ -46,12 +46,12 @@ class Finding(NamedTuple):
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """It has none of its own."""
+    """Add no flags: the command has only settings."""
 
 
 def run(settings: Settings) -> int:
-    """Print what is found, as it is found. Returns the exit code."""
-    logging.getLogger().setLevel(logging.ERROR)  # what is logged at a start is told here
+    """Print each finding at once, and return the exit code."""
+    logging.getLogger().setLevel(logging.ERROR)  # the findings replace the log of a start
     is_wrong = False
     for finding in findings(settings):
         is_wrong |= finding.verdict == WRONG
@@ -62,13 +62,13 @@ def run(settings: Settings) -> int:
 
 
 def findings(settings: Settings) -> Iterator[Finding]:
-    """All of them. Loads the model and computes for some seconds."""
+    """Yield all findings. Loads the model and computes for some seconds."""
     yield from _processor(settings)
     yield from _instructions()
     yield from _devices(settings)
     yield from _packages(requires("headrace") or ())
     yield from _network(settings)
-    yield from _beside(settings)
+    yield from _other_settings(settings)
     core = None
     try:
         with loading() as progress:
@@ -88,15 +88,15 @@ def _processor(settings: Settings) -> Iterator[Finding]:
     cores, present = usable_cores(), os.cpu_count() or 1
     name = processor_name() or platform.machine()
     yield Finding(
-        OK, "machine", f"{name}: {cores} cores for {present} processors, {size_text(available_memory())} are free. "
+        OK, "machine", f"{name}: {cores} cores for {present} processors, {size_text(available_memory())} free. "
         f"Linux {platform.release()}, Python {platform.python_version()}",
     )  # fmt: skip
     if _is_busy():
         text = f"{os.getloadavg()[0]:.1f} processes have been running or waiting to, for {cores} cores"
-        yield Finding(NOTE, "other work", text, "look again when there is none: speeds below are those beside it")
+        yield Finding(NOTE, "other work", text, "run it again on an idle machine: other work lowers the speeds below")
     if settings.num_threads is not None and settings.num_threads > cores:
         yield Finding(
-            NOTE, "threads", f"{settings.num_threads} threads compute on {cores} cores, and wait for each other",
+            NOTE, "threads", f"{settings.num_threads} threads share {cores} cores and wait for each other",
             f"{flag_name('num_threads')} {cores}, or leave it out",
         )  # fmt: skip
 
@@ -106,7 +106,7 @@ def _is_busy() -> bool:
 
 
 def _instructions() -> Iterator[Finding]:
-    """Which build of the CPU library runs, and why not a better one."""
+    """Yield the build of the CPU library that runs, and why better ones do not."""
     flags, made, allowed = processor_flags(), built(), [library.name for library in usable()]
     for name, build in BUILDS.items():
         if build.machine != platform.machine():
@@ -151,7 +151,7 @@ def _devices(settings: Settings) -> Iterator[Finding]:
 
 
 def _packages(requirements: Iterable[str]) -> Iterator[Finding]:
-    """Those that are not what was tested."""
+    """Yield the packages with other versions than the tested ones."""
     for requirement in requirements:
         found = re.match(r"([\w.-]+)(?:\[.*\])?==([\w.]+)$", requirement)
         if found is None:  # of an extra
@@ -162,7 +162,7 @@ def _packages(requirements: Iterable[str]) -> Iterator[Finding]:
         except PackageNotFoundError:
             is_there = "none"
         if is_there != wanted:
-            yield Finding(NOTE, "packages", f"{name} is {is_there}; what was tested is {wanted}")
+            yield Finding(NOTE, "packages", f"{name} is {is_there}; the tested version is {wanted}")
 
 
 def _network(settings: Settings) -> Iterator[Finding]:
@@ -180,8 +180,8 @@ def _network(settings: Settings) -> Iterator[Finding]:
         yield Finding(OK, "network", text)
 
 
-def _beside(settings: Settings) -> Iterator[Finding]:
-    """What else a server needs, and may not get."""
+def _other_settings(settings: Settings) -> Iterator[Finding]:
+    """Check the files of tenants and the tracing settings."""
     try:
         Tenants(settings)
         open_tracer(settings, lambda reason, count: None).close()
@@ -190,7 +190,7 @@ def _beside(settings: Settings) -> Iterator[Finding]:
 
 
 def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:
-    """What steps cost here, and which setting that makes too large."""
+    """Measure steps, and yield the speed and the settings that are too large for it."""
     while core.prepare():
         pass
     costs = core.costs
@@ -210,13 +210,13 @@ def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:
         return
     fits = max((size for size in range(1, most) if costs.decode.at(size) <= target), default=1)
     yield Finding(
-        NOTE, "speed", f"{text}. With {most} streams a token comes every {gap:.2g} s; {target:.2g} are aimed at",
+        NOTE, "speed", f"{text}. With {most} streams a token comes every {gap:.2g} s; the target is {target:.2g} s",
         f"{flag_name('max_num_seqs')} {fits}, or {flag_name('target_inter_token_latency')} {gap:.2g}",
     )  # fmt: skip
 
 
 def _prefill_seconds(costs: StepCostTable, settings: Settings) -> float:
-    """Of a long prompt that is alone."""
+    """Return the time to first token of a long prompt without other requests."""
     total, start, chunk = 0.0, 0, settings.max_num_batched_tokens
     while start < LONG_PROMPT:
         size = min(chunk, LONG_PROMPT - start)

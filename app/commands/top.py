@@ -1,7 +1,7 @@
-"""`headrace top`: what a running server does, in a terminal.
+"""`headrace top`: watches a running server in a terminal.
 
-It asks `/metrics` and, with an admin key, `/engine_state` once a second; the server does nothing for it in between.
-Without such a key there are figures and no requests, as there are from any server with vLLM's metrics.
+Once a second it reads `/metrics` and, with an admin key, `/engine_state`. Without an admin key, and for other servers
+with vLLM's metrics, it shows figures but no requests.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from engine.snapshot import BlocksSnapshot, EngineSnapshot, RequestSnapshot
 
 MAX_INTERVAL = 3600.0  # seconds
 _ALWAYS_THERE = "num_requests_running"  # the metrics of every server have it
-_TIMEOUT = 15.0  # seconds; an engine may take ten to end its step
+_TIMEOUT = 15.0  # seconds; an engine may take ten for a step
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 Counted = defaultdict[str, float]
 
-_NO_ADMINS = "It was started without admin_keys (HEADRACE_ADMIN_KEYS), so /dashboard alone shows its requests."
-_NO_ADMIN = "Its requests are shown to holders of one of its admin_keys (HEADRACE_ADMIN_KEYS)."
+_NO_ADMINS = "The server has no admin_keys (HEADRACE_ADMIN_KEYS), so only /dashboard shows its requests."
+_NO_ADMIN = "To see requests, give one of the server's admin_keys (HEADRACE_ADMIN_KEYS)."
 
 
 def add_flags(parser: ArgumentParser) -> None:
     watch = parser.add_argument_group("what is watched")
-    watch.add_argument("--url", help="The server. Default: the one on this machine, at the port of the settings.")
-    watch.add_argument("--api-key", help="A key for it. Default: the first of api_keys, and of admin_keys.")
-    watch.add_argument("--interval", type=float, default=1.0, help="Seconds between two looks. Default: 1.")
-    watch.add_argument("--once", action="store_true", help="Print one look and end, as it does without a terminal.")
+    watch.add_argument("--url", help="The server. Default: this machine, at the port of the settings.")
+    watch.add_argument("--api-key", help="Its key. Default: the first of api_keys, and of admin_keys.")
+    watch.add_argument("--interval", type=float, default=1.0, help="Seconds between two updates. Default: 1.")
+    watch.add_argument("--once", action="store_true", help="Print once and end, as without a terminal.")
 
 
 def run(settings: Settings, *, url: str | None, api_key: str | None, interval: float, once: bool) -> int:
-    """Show what the server does until `q` is pressed. Raises ServerError if it cannot be asked to begin with."""
+    """Show the server's state until `q` is pressed. Raises ServerError if the first request fails."""
     own, admin = (keys[0].get_secret_value() if keys else None for keys in (settings.api_keys, settings.admin_keys))
     watcher = Watcher(url or f"http://127.0.0.1:{settings.port}", api_key or own, admin or api_key)
     if not 0 < interval <= MAX_INTERVAL:
@@ -73,7 +73,7 @@ def run(settings: Settings, *, url: str | None, api_key: str | None, interval: f
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """A server at one moment. `counted` has the samples of its metrics by name, and by name and reason."""
+    """A server's state at one time. `counted` has the samples of its metrics by name, and by name and reason."""
 
     time: float
     counted: Counted
@@ -82,7 +82,7 @@ class Look:
 
 
 class Watcher:
-    """Asks one server, and knows which steps it has told of."""
+    """Reads one server's state; each step is returned once."""
 
     def __init__(self, url: str, api_key: str | None, admin_key: str | None) -> None:
         self.url = url
@@ -91,7 +91,7 @@ class Watcher:
         self._last_steps: dict[int, int] = {}
 
     def look(self) -> Look:
-        """Raises `ServerError`; a server that only does not show its requests is none."""
+        """Read the state. Raises `ServerError`, but not if only the requests are not shown."""
         with self._client.understood():
             counted = _counted(self._client.get("/metrics").decode())
         try:
@@ -104,7 +104,7 @@ class Watcher:
         return Look(time=time.monotonic(), counted=counted, frames=frames)
 
     def look_again(self, last: Look) -> Look:
-        """The same, or the `last` one with what is the matter."""
+        """Read the state, or return the `last` one with the error."""
         try:
             return self.look()
         except ServerError as error:
@@ -117,7 +117,7 @@ class Watcher:
             raise ServerError(f"{self.url} is of another version: {error}") from error
         for number, snapshot in engines.items():
             last = self._last_steps.get(number, 0)
-            # A server that was started anew counts from the beginning.
+            # A restarted server counts from 0.
             yield make_frame(snapshot, engine=number, after_step=last if last <= snapshot.num_steps else 0)
             self._last_steps[number] = max((step.step for step in snapshot.steps), default=0)
 
@@ -137,7 +137,7 @@ def _counted(text: str) -> Counted:
 
 
 def page(url: str, look: Look, before: Look, *, most_requests: int) -> RenderableType:
-    """What there is to see; rates are since the look before."""
+    """Render the state; rates are since `before`."""
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="bold", min_width=9, no_wrap=True)
     lines.add_column(no_wrap=True)
@@ -155,7 +155,7 @@ def page(url: str, look: Look, before: Look, *, most_requests: int) -> Renderabl
 
 def _figures(look: Look, before: Look) -> Iterator[tuple[str, str]]:
     now, seconds = look.counted, look.time - before.time
-    # A server that was started anew has counted less than before.
+    # A restarted server has lower counts than before.
     new = {key: max(value - before.counted[key], 0.0) for key, value in now.items()}
 
     def rate(name: str) -> str:
@@ -212,7 +212,7 @@ def _batch(steps: list[dict[str, Any]], limits: dict[str, Any]) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="reverse", expand=True)
     for name in columns:
-        # Where there is too little room, names give way.
+        # In a narrow terminal names are cut.
         is_name = name in ("request", "tenant")
         table.add_column(name, justify="left" if is_name or name == "state" else "right", no_wrap=not is_name)
     return table
@@ -260,7 +260,7 @@ def _state(request: RequestSnapshot) -> Text:
 
 @contextmanager
 def _pressed_keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for keys, and returns those that were pressed."""
+    """Provide a function that waits for at most so many seconds and returns the pressed keys."""
     keyboard = sys.stdin.fileno()
 
     def pressed(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What the page at /dashboard shows: the live feed and the simulator.
+"""The live feed and the simulator of the page at /dashboard.
 
 In reading order:
 

@@ -1,8 +1,8 @@
-"""The live feed: the engine's snapshots as frames, a few times a second, for all pages that are open.
+"""The live feed: the engine's snapshots as frames for all open pages.
 
-One task asks the engine, however many pages look, and none does when nobody looks. It asks the next time when the last
-look has become less than a hundredth of the time, so that looking takes no more than that of the engine. A page that
-does not keep up misses frames. If there are MAX_PAGES, a page that does not read is closed to make room for a new one.
+1. One task queries the engine for all pages, and only while a page is open. It waits so long between two queries that
+   they take at most SHARE of the engine's time.
+2. A page that does not keep up misses frames. With MAX_PAGES open, a page that does not read is closed for a new one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from protocol.errors import ApiError
 
 MAX_PAGES = 16
 INTERVAL = 0.125  # seconds between two frames
-SHARE = 0.01  # of the engine's time that may go into looking
-MAX_BEHIND = 16  # frames that wait for a page
+SHARE = 0.01  # of the engine's time for snapshots
+MAX_BEHIND = 16  # unread frames of a page
 
 
 class Feed:
@@ -33,20 +33,20 @@ class Feed:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._pages: set[MemoryObjectSendStream[bytes]] = set()
-        self._is_looking = False
+        self._is_running = False
 
     @contextmanager
     def page(self) -> Iterator[MemoryObjectReceiveStream[bytes]]:
-        """Server-sent events, each a frame of one engine, until the server stops. Raises ApiError 429, and 503 while
-        there is no engine."""
+        """Provide server-sent events, each a frame of one engine, until the server stops. Raises ApiError 429, and
+        503 while there is no engine."""
         _ = self._server.model
         if len(self._pages) == MAX_PAGES and not self._drop_unread():
-            raise ApiError(429, f"{MAX_PAGES} pages look at this server already; close one.", code="too_many_pages")
+            raise ApiError(429, f"{MAX_PAGES} dashboards are open already; close one.", code="too_many_pages")
         send, receive = anyio.create_memory_object_stream[bytes](MAX_BEHIND)
         self._pages.add(send)
-        if not self._is_looking:
-            self._is_looking = True
-            self._server.start_soon(self._look)
+        if not self._is_running:
+            self._is_running = True
+            self._server.start_soon(self._run)
         try:
             yield receive
         finally:
@@ -63,13 +63,13 @@ class Feed:
                 return True
         return False
 
-    async def _look(self) -> None:
-        """While there are pages."""
-        from sse_starlette.event import ServerSentEvent  # no start has to wait for it
+    async def _run(self) -> None:
+        """Send frames while pages are open."""
+        from sse_starlette.event import ServerSentEvent  # imported late, for a fast start of the server
 
-        latest: dict[int, int] = {}  # of each engine: the number of the last step that was told
+        latest: dict[int, int] = {}  # by engine: the last step that was sent
         after = 0.0
-        self._server.metrics.take_recent()  # what was before is nobody's news
+        self._server.metrics.take_recent()  # drop events from before
         while self._pages and self._server.phase is ServerPhase.READY:
             try:
                 snapshots = await self._server.model.llm.query(GetSnapshot(after, MOST_REQUESTS))
@@ -78,15 +78,15 @@ class Feed:
             first_tokens, refused = self._server.metrics.take_recent()
             service: Service | None = {"first_tokens": first_tokens, "refused": refused}
             for engine, state in snapshots.items():
-                # An engine that was started again counts from the beginning.
-                told = latest.get(engine, 0) if latest.get(engine, 0) <= state.num_steps + 2 else 0
-                frame = make_frame(state, engine=engine, after_step=told, service=service)
-                latest[engine] = state.steps[-1].step if state.steps else told
+                # A restarted engine counts from 0.
+                sent = latest.get(engine, 0) if latest.get(engine, 0) <= state.num_steps + 2 else 0
+                frame = make_frame(state, engine=engine, after_step=sent, service=service)
+                latest[engine] = state.steps[-1].step if state.steps else sent
                 service = None
                 self._send(ServerSentEvent(msgspec.json.encode(frame).decode(), event="frame", sep="\n").encode())
             after = min((state.time for state in snapshots.values()), default=0.0)
             await anyio.sleep(max(INTERVAL, max((each.seconds for each in snapshots.values()), default=0.0) / SHARE))
-        self._is_looking = False
+        self._is_running = False
         for page in self._pages:
             page.close()
 

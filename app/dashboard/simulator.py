@@ -1,8 +1,8 @@
-"""The page's simulator: the server's scheduler on a virtual clock, a short piece with each request.
+"""The page's simulator: the server's scheduler on a virtual clock, a short piece per request.
 
-A request says everything: parameters, their changes with the times at which they were made, and which piece it wants.
-So the same request has the same answer, whoever asks. What was simulated for the piece before is kept for a while, and
-made again where it is not. The work is on one thread, in slices, so that nobody's tokens wait for it.
+1. A request has all parameters, the times of their changes, and the wanted piece, so equal requests get equal answers.
+   The simulation of the previous piece is kept for a while, and repeated if it is gone.
+2. The work is done on one thread in short slices, so that it does not delay tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from app.simulate.driver import Session
 
 MAX_BODY = 64 * 1024  # bytes
-MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**22  # simulations, at least one; their tokens in memory, some 200 MB
-MAX_OPEN = 8  # requests
-MAX_STEPS = 100  # in one request, and in one slice
-MAX_WORK = 2**18  # in one request, and in one slice: some 50 ms
-MAX_AGAIN, MAX_WORK_AGAIN = 5000, 2**24  # steps that are simulated again, and their work
-MAX_TOLD = 256  # requests that have come and gone, with one answer
+MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**22  # kept simulations, and their tokens: some 200 MB; at least one is kept
+MAX_OPEN = 8  # requests at a time
+MAX_STEPS = 100  # of one request or slice
+MAX_WORK = 2**18  # of one request or slice: some 50 ms
+MAX_AGAIN, MAX_WORK_AGAIN = 5000, 2**24  # repeated steps, and their work
+MAX_LISTED = 256  # sent and ended requests of one answer
 
 T = TypeVar("T")
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Change(BaseModel):
-    """Other values of some parameters, from a virtual time on."""
+    """New values of some parameters from a virtual time on."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -44,8 +44,8 @@ class Change(BaseModel):
     parameters: dict[str, Any]
 
 
-class Piece(BaseModel):
-    """What is simulated, and from when to when it is told. Times are virtual seconds."""
+class SimulationRequest(BaseModel):
+    """The simulation, and the part of its time that the answer covers. Times are virtual seconds."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -65,16 +65,16 @@ class Simulator:
         self._num_open = 0
 
     async def answer(self, body: bytes) -> bytes:
-        """JSON with `time`, the `frame` then, `kpis`, and who was `sent` and who has `ended` since. Raises ApiError."""
+        """Return JSON: `time`, the `frame` then, `kpis`, and the requests `sent` and `ended` since. Raises ApiError."""
         if self._num_open == MAX_OPEN:
-            raise ApiError(429, f"{MAX_OPEN} simulations are waited for already; try again.", code="too_many_pages")
+            raise ApiError(429, f"{MAX_OPEN} simulations are running already; try again later.", code="too_many_pages")
         if len(body) > MAX_BODY:
             raise ApiError(413, f"A simulation takes at most {MAX_BODY} bytes, got {len(body)}.")
         self._num_open += 1
         try:
-            piece = await self._run(lambda: Piece.model_validate_json(body))
+            piece = await self._run(lambda: SimulationRequest.model_validate_json(body))
             session = self._kept.pop(_name(piece, piece.since), None) or await self._again(piece)
-            answer = await self._run(lambda: _tell(session, piece))
+            answer = await self._run(lambda: _advance_and_describe(session, piece))
         finally:
             self._num_open -= 1
         self._kept[_name(piece, session.now)] = session
@@ -100,8 +100,8 @@ class Simulator:
 
         return await to_thread.run_sync(run, limiter=self._thread)
 
-    async def _again(self, piece: Piece) -> Session:
-        """Everything up to where the piece begins."""
+    async def _again(self, piece: SimulationRequest) -> Session:
+        """Simulate from 0 to the start of the piece."""
         session = await self._run(lambda: _begin(piece))
         changes = deque(
             sorted((change for change in piece.changes if change.at < piece.since), key=lambda each: each.at)
@@ -111,8 +111,8 @@ class Simulator:
         return session
 
 
-def _begin(piece: Piece) -> Session:
-    from app.simulate.driver import Parameters, Session  # what serves needs nothing of it
+def _begin(piece: SimulationRequest) -> Session:
+    from app.simulate.driver import Parameters, Session  # imported late: serving does not need it
 
     return Session(Parameters.model_validate(piece.parameters))
 
@@ -121,19 +121,19 @@ def _catch_up(session: Session, changes: deque[Change], since: float) -> None:
     """Simulate one slice of the time up to `since`, and apply the change that is due."""
     simulation = session.simulation
     if simulation.num_steps >= MAX_AGAIN or simulation.work >= MAX_WORK_AGAIN:
-        raise ValueError(f"since: the time before it takes more than {MAX_AGAIN} short steps; begin a new simulation")
+        raise ValueError(f"since: the time before it takes more than {MAX_AGAIN} short steps; start a new simulation")
     until = changes[0].at if changes else since
     session.advance(until, MAX_STEPS, MAX_WORK)
     if changes and session.now >= until:
         session.change(**changes.popleft().parameters)
 
 
-def _name(piece: Piece, now: float) -> bytes:
-    """Of the simulation of this piece at this time. Changes at that very time have not been made yet."""
+def _name(piece: SimulationRequest, now: float) -> bytes:
+    """Return the key of the kept simulation at this time, before the changes of that time."""
     return msgspec.json.encode((piece.parameters, [(c.at, c.parameters) for c in piece.changes if c.at < now], now))
 
 
-def _tell(session: Session, piece: Piece) -> bytes:
+def _advance_and_describe(session: Session, piece: SimulationRequest) -> bytes:
     from app.simulate.driver import PRESETS
 
     since = session.now
@@ -143,8 +143,8 @@ def _tell(session: Session, piece: Piece) -> bytes:
             session.change(**change.parameters)
     session.advance(piece.until, piece.max_steps, MAX_WORK)
     simulation = session.simulation
-    ended = [each for each in list(simulation.ended)[-MAX_TOLD:] if (each.end_time or 0.0) > since]
-    sent = [each for each in [*ended, *simulation.open.values()] if each.start_time > since][-MAX_TOLD:]
+    ended = [each for each in list(simulation.ended)[-MAX_LISTED:] if (each.end_time or 0.0) > since]
+    sent = [each for each in [*ended, *simulation.open.values()] if each.start_time > since][-MAX_LISTED:]
     snapshot = session.core.snapshot(GetSnapshot(since, MOST_REQUESTS))
     first = [each.token_times[0] - each.start_time for each in ended if each.token_times]
     refused = {"admission": sum(each.is_refused for each in ended)} if any(each.is_refused for each in ended) else {}

@@ -4,6 +4,6 @@ In reading order:
 
 loads    Simulated clients and their arrival times.
 machine  The simulated machine: step costs, KV cache and settings.
-driver   Simulations of a whole workload, or of a load whose parameters change.
+driver   Simulations of a whole workload or of a load with changing parameters.
 command  `headrace simulate`: flags, output, sweeps and the search for the highest rate.
 """

@@ -1,4 +1,4 @@
-"""Runs simulations: `simulate` a whole workload, `Session` an open load whose parameters change while it runs."""
+"""Runs simulations: `simulate` a whole workload, `Session` an open load with parameters that change while it runs."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_help_names_every_command_and_an_unknown_one_gets_a_hint(conversation):
     for word in Commands(conversation)._commands.keys() - {"/quit", "/help"}:
         assert word in HELP
     assert typed(conversation, "/hepl me") == "There is no /hepl. Did you mean /help?"
-    assert typed(conversation, "/") == "There is no /. /help tells what there is."
+    assert typed(conversation, "/") == "There is no /. /help lists the commands."
 
 
 def test_any_sampling_field_is_set_checked_and_left_open_again(conversation):
@@ -63,12 +63,12 @@ def test_any_sampling_field_is_set_checked_and_left_open_again(conversation):
     ("line", "complaint"),
     [
         ("temperature 5", "temperature must be in [0.0, 2.0], got 5.0."),
-        ("temperature hot", "temperature: got 'hot', which is no number."),
+        ("temperature hot", "temperature: got 'hot'; allowed: a number"),
         ("top_k 1.5", "top_k must be an integer, got 1.5."),
         ("max_tokens -7", "max_tokens must be at least 1"),
         ("reasoning_effort enormous", "reasoning_effort"),
-        ("temprature 1", "There is no 'temprature' to set. Did you mean temperature?"),
-        ("n 4", "There is no 'n' to set."),
+        ("temprature 1", "There is no field 'temprature'. Did you mean temperature?"),
+        ("n 4", "There is no field 'n'."),
     ],
 )
 def test_a_wrong_value_is_told_and_changes_nothing(conversation, line, complaint):

@@ -22,7 +22,7 @@ PROMPT = r"\n> $"
 
 def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
     with Terminal("chat", "--url", server.base_url, "--temperature", "0") as terminal:
-        assert "/help tells" in terminal.wait_for(PROMPT)
+        assert "/help lists" in terminal.wait_for(PROMPT)
         before = server.metrics()
         for line, answer in (("/help", "/set NAME VALUE"), ("/hlep", "Did you mean /help?")):
             terminal.type(f"{line}\n")

@@ -49,7 +49,7 @@ def test_help_of_other_commands_lists_the_settings_that_matter_there(
     page = " ".join(capsys.readouterr().out.split())
     assert told in page
     assert "--sse-keep-alive" not in page
-    assert "All others work as well: see headrace serve --help." in page
+    assert "All others work too: see headrace serve --help." in page
 
 
 @pytest.mark.parametrize("words", [[], ["bench"]], ids=str)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.commands.doctor import NOTE, OK, WRONG, _beside, _instructions, _network, _packages
+from app.commands.doctor import NOTE, OK, WRONG, _instructions, _network, _other_settings, _packages
 from app.config.settings import Settings
 from gpu.cpu import library
 from gpu.cpu.builds import BUILDS
@@ -60,8 +60,8 @@ def test_a_port_in_use_is_wrong() -> None:
 
 
 def test_keys_that_cannot_be_read_are_wrong(tmp_path: Path) -> None:
-    assert list(_beside(Settings())) == []
-    [found] = _beside(Settings(api_keys_file=tmp_path / "gone.toml"))
+    assert list(_other_settings(Settings())) == []
+    [found] = _other_settings(Settings(api_keys_file=tmp_path / "gone.toml"))
     assert (found.verdict, found.text.partition(":")[0]) == (WRONG, "api_keys_file")
 
 

@@ -24,7 +24,7 @@ def test_unread_pages_make_room_and_pages_that_are_read_do_not() -> None:
                 for page in pages[1:]:
                     assert page.receive_nowait() == b"frame"
             stack.enter_context(feed.page())
-            with pytest.raises(ApiError, match=f"{MAX_PAGES} pages"):
+            with pytest.raises(ApiError, match=f"{MAX_PAGES} dashboards"):
                 stack.enter_context(feed.page())
             assert [frame async for frame in pages[0]] == [b"frame"] * MAX_BEHIND, "it gets what waits for it, and ends"
             feed._send(b"more")

@@ -53,7 +53,7 @@ async def test_work_ends_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch)
     ("content", "status", "words"),
     [
         (body(until=1, changes=[{"at": 0, "parameters": {"rate": 1}}], nonsense="x" * MAX_BODY), 413, "65536 bytes"),
-        (body(parameters=CROWD, since=1e6, until=1e6), 400, "begin a new simulation"),
+        (body(parameters=CROWD, since=1e6, until=1e6), 400, "start a new simulation"),
         (body(until=1, parameters={f"n{number}": 1 for number in range(5000)}), 400, "n0"),
         (b"[" * 60_000, 400, "JSON"),
     ],

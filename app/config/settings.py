@@ -1,7 +1,7 @@
 """Every setting, defined once: type, range, default, description, and the rules between settings.
 
 The same fields make environment variables (`HEADRACE_MAX_NUM_SEQS`), keys of a TOML file (`max_num_seqs`) and flags
-(`--max-num-seqs`). Whoever starts the server calls `app.config.sources.load_settings`; everybody else is handed a
+(`--max-num-seqs`). Only the start of a server calls `app.config.sources.load_settings`; all other code gets a
 `Settings`, which is frozen and reads nothing by itself. Secrets are never shown.
 """
 
@@ -35,7 +35,7 @@ from protocol.syntax.message_syntax import ReasoningParser, ToolParser
 
 
 def check_together(settings: Settings) -> None:
-    """Raise ValueError that says what does not go together, and what works."""
+    """Raise a ValueError that names the settings that exclude each other, and values that work."""
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -66,20 +66,20 @@ def _check_tiers(settings: Settings) -> None:
     keeps_blocks = settings.kv_cache_dir is not None or settings.kv_cache_ram
     if keeps_blocks and not settings.enable_prefix_caching:
         raise ValueError(
-            "kv_cache_dir and kv_cache_ram keep what the prefix cache finds, and enable_prefix_caching is false. "
+            "kv_cache_dir and kv_cache_ram need the prefix cache, and enable_prefix_caching is false. "
             "What works: enable_prefix_caching = true, or neither of them"
         )
     if keeps_blocks and settings.has_rank_processes:
         raise ValueError(
-            "kv_cache_dir and kv_cache_ram are for an engine that computes by itself, and here "
-            f"{settings.num_ranks} processes do. What works: executor = uni with tensor_parallel_size = 1 and "
+            "kv_cache_dir and kv_cache_ram need an engine without rank processes, and these settings ask for "
+            f"{settings.num_ranks}. What works: executor = uni with tensor_parallel_size = 1 and "
             "pipeline_parallel_size = 1, or neither of them"
         )
     default = type(settings).model_fields["kv_cache_dir_size"].default
     if settings.kv_cache_dir is None and settings.kv_cache_dir_size != default:
         raise ValueError(
-            f"kv_cache_dir_size ({settings.kv_cache_dir_size.human_readable()}) bounds what is in kv_cache_dir, which "
-            "is not set. What works: kv_cache_dir = /var/cache/headrace/kv, or neither of them"
+            f"kv_cache_dir_size ({settings.kv_cache_dir_size.human_readable()}) limits kv_cache_dir, which is not set. "
+            "What works: kv_cache_dir = /var/cache/headrace/kv, or neither of them"
         )
 
 
@@ -104,7 +104,7 @@ def _check_ranks(settings: Settings) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- setting types
-# What settings are made of besides pydantic's own types, and what their annotations say.
+# The types of settings in addition to pydantic's, and helpers that read their annotations.
 
 
 def _as_list(value: object) -> object:
@@ -118,7 +118,7 @@ def _as_list(value: object) -> object:
 
 def _not_empty(value: object) -> object:
     if value == "":
-        raise ValueError("empty")  # which would be the current directory
+        raise ValueError("empty")  # an empty path would be the current directory
     return value
 
 
@@ -134,7 +134,7 @@ def check_key(key: SecretStr) -> SecretStr:
 def _check_keys(keys: Iterable[SecretStr]) -> tuple[SecretStr, ...]:
     checked = tuple(check_key(key) for key in keys)
     if not checked:
-        raise ValueError("no key")  # a list that was given and has none would open the server to everybody
+        raise ValueError("no key")  # an empty list would open the server to every client
     return checked
 
 
@@ -144,12 +144,12 @@ Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_as_list), AfterValidato
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Whether a setting's value must never be shown."""
+    """Return True if a setting's value must never be shown."""
     return SecretStr in get_args(without_none(field.annotation))
 
 
 def has_password(value: object) -> bool:
-    """Whether it is a URL with one, or with a name that may be as secret."""
+    """Return True for a URL with a password, or with a user name, which may be as secret."""
     return isinstance(value, str) and re.search(r"://[^/?#]*@", value) is not None
 
 
@@ -167,15 +167,15 @@ MIB = 2**20
 
 
 class SettingsError(HeadraceError):
-    """The server cannot start as it was told to. One line per setting that is wrong."""
+    """The server cannot start with its settings. The message has a line for each wrong setting."""
 
 
 class Settings(BaseSettings):
-    """How one server runs. Immutable; `model_copy(update=...)` makes a variant."""
+    """The settings of one server. Immutable; `model_copy(update=...)` makes a variant."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
-        enable_decoding=False,  # the types below read lists, with commas or as JSON
+        enable_decoding=False,  # the types above read lists, with commas or as JSON
         env_ignore_empty=True,  # `HEADRACE_X=` in a compose file means "not set"
         extra="forbid",
         frozen=True,
@@ -186,13 +186,13 @@ class Settings(BaseSettings):
     # The model.
     model: str = Field(
         "smollm2-135m-instruct",
-        description="What to serve: the embedded model's alias, a .gguf file, a Hugging Face directory or a hub id.",
+        description="Model to serve: the embedded model's alias, a .gguf file, a Hugging Face directory or a hub id.",
         min_length=1,
     )
     served_model_name: StringList = Field(
         (),
-        description="Names that clients may ask for, comma separated. Answers carry the one that was asked for, "
-        "metrics and traces the first. Default: the model's.",
+        description="Model names that clients may ask for, comma separated. Answers have the requested name, metrics "
+        "and traces the first. Default: the model's.",
         examples=["my-model"],
     )
     check_model_name: bool = Field(
@@ -203,51 +203,49 @@ class Settings(BaseSettings):
     )
     cache_dir: UserPath | None = Field(
         None,
-        description="Where the embedded model is kept, and what steps of any model cost; models of the hub are in "
-        "HF_HOME. Default: headrace in the user's cache folder.",
+        description="Folder of the embedded model and of measured step costs; models of the hub are in HF_HOME. "
+        "Default: headrace in the user's cache folder.",
         examples=["/var/cache/headrace"],
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and activations. auto: what suits model and device."
+        "auto", description="Type of weights and activations. auto: chosen by model and device."
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="What weights of 16 or 32 bits are rounded to when they are loaded, on a CPU: blocks of 32 with a "
-        "scale each. What it costs is logged. none: they stay in 16 bits.",
+        description="Quantization of weights of 16 or 32 bits when they are loaded on a CPU, in blocks of 32 with a "
+        "scale each. The error is logged. none: 16 bits.",
     )
     tool_parser: ToolParser = Field(
         "auto",
-        description="Syntax of the tool calls that the model writes. auto: what its chat template teaches, else the "
-        "model is told of tools in words. none: calls are looked for only where a request demands one.",
+        description="Syntax of the model's tool calls. auto: that of its chat template, else the tools are described "
+        "in the prompt. none: an answer has calls only if its request demands one.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",
-        description="Tags around the reasoning that the model writes. auto: those in its chat template. "
+        description="Tags around the model's reasoning. auto: those in its chat template. "
         "think: <think>. none: reasoning is part of the answer.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
-    seed: int = Field(
-        0, description="Seeds dummy weights and the draws of requests that bring no seed.", ge=0, le=2**63 - 1
-    )
+    seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed.", ge=0, le=2**63 - 1)
 
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="Where the sampling that a request leaves open comes from. model: its authors' recommendation, of "
-        "generation_config.json or the GGUF file. openai: temperature 1, top_p 1, nothing else.",
+        description="Sampling of requests that set none. model: its authors' recommendation, of generation_config.json "
+        "or the GGUF file. openai: temperature 1, top_p 1, nothing else.",
     )
 
     # The engine.
     engine: Literal["thread", "process"] = Field(
         "thread",
-        description="Where the engine runs: in a thread of the server, or in a process of its own, as several engines "
-        "or ranks always do.",
+        description="Where the engine runs: in a thread of the server, or in its own process. Several engines or ranks "
+        "always have processes.",
     )
     data_parallel_size: int = Field(
-        1, description="Engines that share the requests, each with all weights and a KV cache of its own.", ge=1, le=64
+        1, description="Engines that share the requests, each with all weights and its own KV cache.", ge=1, le=64
     )
     max_data_parallel_size: int | None = Field(
         None,
-        description="On Ray: most engines, which there are while much waits. Default: data_parallel_size.",
+        description="On Ray: the largest number of engines, under load. Default: data_parallel_size.",
         ge=1,
         le=64,
         examples=[1],
@@ -263,68 +261,68 @@ class Settings(BaseSettings):
     )
     enable_expert_parallel: bool = Field(
         False,
-        description="Processes that share a layer have whole experts of it, instead of a part of each. On the CPU path "
-        "they always have.",
+        description="Give each rank of a layer whole experts instead of a part of each. On the CPU path they always "
+        "have whole experts.",
     )
     executor: Literal["auto", "uni", "mp", "ray"] = Field(
         "auto",
-        description="What runs the model: uni: the engine itself. mp: processes on this machine. ray: actors on a Ray "
-        "cluster. auto: uni, or mp where tensor_parallel_size or pipeline_parallel_size asks for several.",
+        description="Where the model runs. uni: in the engine. mp: in processes on this machine. ray: in actors on a "
+        "Ray cluster. auto: uni, or mp if tensor_parallel_size or pipeline_parallel_size is above 1.",
     )
     max_model_len: int | None = Field(
         None,
-        description="Longest prompt plus output, in tokens. Default: what the model allows.",
+        description="Longest prompt plus output, in tokens. Default: the model's limit.",
         ge=1,
         examples=[2048],
     )
-    max_num_seqs: int = Field(64, description="Most requests that run at once.", ge=1, le=65536)
+    max_num_seqs: int = Field(64, description="Limit of requests that run at once.", ge=1, le=65536)
     max_num_batched_tokens: int = Field(
         512,
-        description="Token budget of one step: bounds how much a long prompt delays the streams beside it.",
+        description="Token budget of one step: limits how much a long prompt delays running streams.",
         ge=1,
         le=2**20,
     )
     pipeline_depth: int | None = Field(
         None,
-        description="Steps on their way at once; with 2 one is planned while another runs. Default: 2 on CUDA, else 1.",
+        description="Steps in flight; with 2 a step is planned while another runs. Default: 2 on CUDA, else 1.",
         ge=1,
         le=2,
         examples=[1],
     )
     target_inter_token_latency: float = Field(
         0.08,
-        description="Seconds between two tokens of a stream to aim at: prefill beside running streams is cut to fit.",
+        description="Target for the seconds between two tokens of a stream: prefill in steps that also decode is cut.",
         ge=0.001,
         le=60,
     )
     block_size: int = Field(16, description="Tokens per KV block.", ge=1, le=1024)
     kv_cache_memory: ByteSize | None = Field(
         None,
-        description="Memory for the KV cache of one engine, for example 2GiB. Default: a quarter of what is free "
-        "on a CPU, 4GiB at most; on CUDA what gpu_memory_utilization leaves.",
+        description="Memory for the KV cache of one engine, for example 2GiB. Default: on a CPU a quarter of the free "
+        "memory, at most 4GiB; on CUDA the rest of gpu_memory_utilization.",
         ge=MIB,
         examples=["2GiB"],
     )
     kv_cache_dir: UserPath | None = Field(
         None,
-        description="Directory where KV blocks of prompts outlive a restart; engines may share one. Default: none.",
+        description="Directory that keeps KV blocks of prompts across restarts; engines may share it. Default: none.",
         examples=["/var/cache/headrace/kv"],
     )
     kv_cache_dir_size: ByteSize = Field(
         ByteSize(8 * 1024 * MIB),
-        description="Most bytes in kv_cache_dir, of all models and engines together.",
+        description="Limit of bytes in kv_cache_dir, for all models and engines together.",
         ge=16 * MIB,
         examples=["8GiB"],
     )
     kv_cache_ram: ByteSize = Field(
         ByteSize(0),
-        description="Host memory for KV blocks beside a device's own; 0: none. Not for CPUs, which compute in it.",
+        description="Host memory for KV blocks that a GPU evicts; 0: none. Not for CPUs.",
         ge=0,
         examples=["16GiB"],
     )
     gpu_memory_utilization: float = Field(
         0.9,
-        description="Share of a CUDA device's memory to fill, unless kv_cache_memory says how large the cache is.",
+        description="Share of a CUDA device's memory to fill, unless kv_cache_memory is set.",
         gt=0,
         le=1,
     )
@@ -343,8 +341,8 @@ class Settings(BaseSettings):
     port: int = Field(8000, description="Port to listen on; 0 picks a free one.", ge=0, le=65535)
     reuse_port: bool = Field(
         False,
-        description="Share the port with other servers (SO_REUSEPORT, on Linux): it is opened when the model is loaded "
-        "and closed when the drain begins, without losing a connection.",
+        description="Share the port with other servers (SO_REUSEPORT, on Linux). It is opened when the model is loaded "
+        "and closed when the drain begins, without loss of connections.",
     )
     allowed_hosts: StringList = Field(
         (),
@@ -355,12 +353,12 @@ class Settings(BaseSettings):
     )
     worker_class: Literal["asyncio", "uvloop", "trio"] = Field("uvloop", description="The event loop.")
     drain_timeout: float = Field(
-        30.0, description="Seconds that requests in flight have to finish after SIGTERM.", ge=0, le=86400
+        30.0, description="Seconds in which requests in flight may finish after SIGTERM.", ge=0, le=86400
     )
     api_keys: Keys = Field(
         (),
-        description="Keys that clients must send, comma separated; none: no key is asked for. Flags show in process "
-        "lists: set HEADRACE_API_KEYS or the file instead.",
+        description="API keys of clients, comma separated; none: no key is required. Flags show in process lists: set "
+        "HEADRACE_API_KEYS or the file instead.",
         validate_default=False,  # a list that is given must have a key
         examples=["key-one,key-two"],
     )
@@ -377,14 +375,14 @@ class Settings(BaseSettings):
     )
     template_timeout: float = Field(
         10.0,
-        description="Seconds that a chat template has for one conversation, if it is not one that Headrace knows.",
+        description="Seconds in which a chat template that Headrace does not know must render a conversation.",
         ge=0.1,
         le=3600,
     )
     admin_keys: Keys = Field(
         (),
         description="Keys for administrators' routes such as /server_info and /abort_requests, comma separated; "
-        "none: there are no such routes. They open no other route.",
+        "none: no such routes. They are not valid for other routes.",
         validate_default=False,
         examples=["admin-key-one"],
     )
@@ -393,21 +391,21 @@ class Settings(BaseSettings):
     )
     embedding_pooling: Literal["mean", "last"] | None = Field(
         None,
-        description="How /v1/embeddings pools hidden states if a request does not say. Not set: as the model's files "
-        "say (modules.json, pooling_type of a GGUF file), or else mean.",
+        description="How /v1/embeddings pools hidden states unless a request asks otherwise. Default: as in the "
+        "model's files (modules.json, pooling_type of a GGUF file), or else mean.",
         examples=["mean"],
     )
     max_queued_requests: int = Field(
         512,
-        description="Most choices that wait for their first token; more are refused with 429. Tenants share half of "
-        "them by weight, each has one at least; the rest is for whoever comes first.",
+        description="Limit of choices that wait for their first token; more are refused with 429. Half of the places "
+        "are reserved for tenants by weight, at least one each; the rest is first come, first served.",
         ge=1,
         le=2**20,
     )
     max_queued_tokens: int = Field(
         2**20,
-        description="Most prompt tokens that wait; a request that would exceed it is refused, unless its tenant has "
-        "nobody waiting. Tenants share half of them by weight.",
+        description="Limit of prompt tokens that wait; a request that would exceed it is refused, unless no other of "
+        "its tenant waits. Half of them are reserved for tenants by weight.",
         ge=1,
         le=2**31,
     )
@@ -416,31 +414,31 @@ class Settings(BaseSettings):
     )
     default_timeout: float | None = Field(
         None,
-        description="Seconds that a request has to finish if it asks for none.",
+        description="Timeout in seconds of requests that set none.",
         ge=0.001,
         le=86400,
         examples=[600],
     )
     default_ttft_timeout: float | None = Field(
         None,
-        description="Seconds that a request has to its first token if it asks for none.",
+        description="Timeout in seconds until the first token, for requests that set none.",
         ge=0.001,
         le=86400,
         examples=[30],
     )
     max_timeout: float = Field(
         3600.0,
-        description="Longest timeout in seconds that a request may ask for; longer is cut to it.",
+        description="Longest timeout in seconds of a request; longer ones are cut to it.",
         ge=0.001,
         le=86400,
     )
     send_timeout: float = Field(
-        30.0, description="Seconds without reading anything after which a client is cut.", ge=0.001, le=86400
+        30.0, description="Seconds after which a client that does not read is disconnected.", ge=0.001, le=86400
     )
     stall_limit: float = Field(
         60.0,
-        description="Seconds without a step, although there is work, after which /livez fails. One engine of several "
-        "counts as dead then, and is started again.",
+        description="Seconds without a step, although there is work, after which /livez fails. One of several engines "
+        "counts as dead then, and is restarted.",
         ge=0.001,
         le=86400,
     )
@@ -449,7 +447,7 @@ class Settings(BaseSettings):
     )
     max_background_responses: int = Field(
         64,
-        description="Most background responses of a tenant that wait or run at once; more are refused with 429.",
+        description="Limit of a tenant's background responses that wait or run; more are refused with 429.",
         ge=1,
         le=2**20,
     )
@@ -470,21 +468,21 @@ class Settings(BaseSettings):
     )
     body_timeout: float = Field(
         30.0,
-        description="Seconds that a client has to send its request's body, and before that the head.",
+        description="Seconds in which a client must send a request's head, and then its body.",
         ge=0.001,
         le=86400,
     )
     max_connections: int | None = Field(
         None,
-        description="Most connections at once; when there are more, the one idle for longest is closed, and only if "
-        "none is idle the new one refused. Default: what the limit of open files (ulimit -n) allows.",
+        description="Limit of connections; for a further one, the one idle for longest is closed, or the new one "
+        "refused if none is idle. Default: as the limit of open files (ulimit -n) allows.",
         ge=1,
         le=2**20,
         examples=[1000],
     )
     max_connections_per_address: int | None = Field(
         None,
-        description="Most connections from one address, of IPv6 from one /64. Default: no such limit, because behind a "
+        description="Limit of connections from one address, for IPv6 from one /64. Default: none, because behind a "
         "proxy all come from its address.",
         ge=1,
         le=2**20,
@@ -494,7 +492,7 @@ class Settings(BaseSettings):
         10.0, description="Seconds of silence on a stream after which a comment is sent; 0: never.", ge=0, le=3600
     )
 
-    # What it tells about itself.
+    # Logs, metrics and traces.
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severity that is logged."
     )
@@ -504,7 +502,7 @@ class Settings(BaseSettings):
     log_requests: bool = Field(True, description="One line per request, without its text.")
     metrics_prefix: str = Field(
         "vllm:",
-        description="Begins the metrics' names; the default is what dashboards and autoscalers look for.",
+        description="Prefix of the metrics' names; dashboards and autoscalers look for the default.",
         pattern=r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$",
     )
     otlp_endpoint: str | None = Field(
@@ -514,11 +512,11 @@ class Settings(BaseSettings):
         pattern=r"^https?://",
         examples=["http://127.0.0.1:4318/v1/traces"],
     )
-    trace_messages: bool = Field(False, description="Traces have the text of prompts and answers, some of each.")
+    trace_messages: bool = Field(False, description="Add the text of prompts and answers to traces, truncated.")
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names that clients may ask for; the first is the one in responses. A local path shows only its last part."""
+        """The names that clients may ask for; the first is the default. A local path shows only its last part."""
         if self.served_model_name:
             return tuple(dict.fromkeys(self.served_model_name))
         path = Path(self.model).expanduser()
@@ -528,22 +526,22 @@ class Settings(BaseSettings):
 
     @property
     def num_ranks(self) -> int:
-        """Of one engine."""
+        """The number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def has_rank_processes(self) -> bool:
-        """Whether an engine computes in processes of its own, which may be lost."""
+        """True if an engine has rank processes, any of which may end."""
         return self.num_ranks > 1 or self.executor in ("mp", "ray")
 
     @property
     def engines_start_again(self) -> bool:
-        """Whether an engine that ends is followed by another. Else the server ends with it."""
+        """True if an engine that ends is restarted; otherwise the server ends with it."""
         return self.data_parallel_size > 1 or self.has_rank_processes
 
     @property
     def has_engine_processes(self) -> bool:
-        """Whether its engines run outside of the server's process."""
+        """True if the engines run outside the server's process."""
         return self.engine == "process" or self.engines_start_again
 
     @field_validator("*", mode="before")
@@ -560,7 +558,7 @@ class Settings(BaseSettings):
         return self
 
     def without_secrets(self) -> dict[str, Any]:
-        """Plain data for another process of this server, from which it makes its `Settings`."""
+        """Return plain data from which another process of this server makes its `Settings`."""
         secrets = {name for name, field in Settings.model_fields.items() if is_secret(field)}
         return self.model_dump(mode="json", exclude=secrets)
 

@@ -1,8 +1,9 @@
-"""Where settings come from, and what is said of one that is refused.
+"""The sources of settings, and the messages for wrong ones.
 
-Promises: the first source that speaks wins, in the order flag, environment, file, default. A name that is not a setting
-is refused in all three. What is refused is refused with a `SettingsError` that says which setting, where it was set,
-what was given, what is allowed and a value that works. Secrets are never shown.
+1. The first source that has a setting wins, in the order flag, environment, file, default.
+2. Unknown names are refused in all sources.
+3. A `SettingsError` names the setting and its source, the value, the allowed values and a value that works. Secrets are
+   never shown.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def load_settings(
     *,
     spelled: Callable[[str], str] | None = None,
 ) -> Settings:
-    """Settings of flags, environment and file, as `given_settings` reads them. Raises `SettingsError`."""
+    """Return the settings from flags, environment and file, as `given_settings` reads them. Raises `SettingsError`."""
     return check_settings(given_settings(flags, config_file, spelled=spelled))
 
 
 class Given(NamedTuple):
-    """What was said of a setting."""
+    """The value of a setting and its source."""
 
     value: Any
-    where: str  # as the user spelled it: --port, HEADRACE_PORT, port in headrace.toml
+    where: str  # as the user wrote it: --port, HEADRACE_PORT, port in headrace.toml
 
 
 def given_settings(
@@ -48,10 +49,10 @@ def given_settings(
     *,
     spelled: Callable[[str], str] | None = None,
 ) -> dict[str, Given]:
-    """What flags, environment and file say, by setting. `flags` are field names with the text that was given, which
-    errors call `spelled(name)`: as on the command line, unless it says otherwise.
+    """Return the values from flags, environment and file by setting. `flags` are texts by field name; errors name them
+    `spelled(name)`, by default as on the command line.
 
-    `config_file` is `--config`; without it the file that `HEADRACE_CONFIG` names, if any. Raises `SettingsError`.
+    `config_file` is `--config`; without it the file in `HEADRACE_CONFIG` is read, if any. Raises `SettingsError`.
     """
     if config_file is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config_file = Path(named)
@@ -61,26 +62,26 @@ def given_settings(
 
 
 def check_settings(given: Mapping[str, Given]) -> Settings:
-    """Raises `SettingsError` with a line for each that is wrong."""
+    """Make `Settings` of values. Raises a `SettingsError` with a line for each wrong one."""
     try:
         return Settings(**{name: entry.value for name, entry in given.items()})
     except ValidationError as error:
-        # `from None`: pydantic's own message shows values, and one of them may be a key.
+        # `from None`, because pydantic's message shows values, which may be keys.
         raise SettingsError("\n".join(_explain(problem, given) for problem in error.errors())) from None
 
 
 def env_name(field_name: str) -> str:
-    """The environment variable of a setting: ``max_num_seqs`` is ``HEADRACE_MAX_NUM_SEQS``."""
+    """Return the environment variable of a setting: ``HEADRACE_MAX_NUM_SEQS`` for ``max_num_seqs``."""
     return ENV_PREFIX + field_name.upper()
 
 
 def flag_name(field_name: str) -> str:
-    """The spelling on the command line: ``max_num_seqs`` is ``--max-num-seqs``."""
+    """Return the flag of a setting: ``--max-num-seqs`` for ``max_num_seqs``."""
     return "--" + field_name.replace("_", "-")
 
 
 def allowed_values(field: FieldInfo) -> str:
-    """What a setting takes, in words: ``"1 to 65535"``, ``"auto, cpu or cuda"``, ``"true or false"``."""
+    """Return the allowed values of a setting in words: ``"1 to 65535"``, ``"auto, cpu or cuda"``."""
     annotation = without_none(field.annotation)
     if get_origin(annotation) is Literal:
         *first, last = get_args(annotation)
@@ -107,12 +108,12 @@ def allowed_values(field: FieldInfo) -> str:
 
 
 def working_value(field: FieldInfo) -> str:
-    """A value that works, as it would be typed."""
+    """Return a value that works, as one would type it."""
     return shown(field.examples[0] if field.examples else field.default)
 
 
 def shown(value: object) -> str:
-    """A setting's value as one would type it: ``"true"``, ``"16.0MiB"``."""
+    """Return a setting's value as one would type it: ``"true"``, ``"16.0MiB"``."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -129,7 +130,7 @@ def _from_file(path: Path | None) -> dict[str, Given]:
         raise SettingsError(
             f"Cannot read the settings file {path}: {error.strerror}. Name one that exists, or leave out --config."
         ) from error
-    except (ValueError, RecursionError) as error:  # of numbers and of lists in lists, too, not of TOML alone
+    except (ValueError, RecursionError) as error:  # also from large numbers and deeply nested lists
         raise SettingsError(f"The settings file {path} is not TOML: {error}. A line that works: port = 8000") from error
     problems = [
         f"{path}: {unknown_setting(name, {n: n for n in Settings.model_fields})}"
@@ -141,8 +142,8 @@ def _from_file(path: Path | None) -> dict[str, Given]:
     return {name: Given(value, f"{name} in {path}") for name, value in values.items()}
 
 
-# Kubernetes tells pods about every Service through the environment; a Service called "headrace" gives HEADRACE_PORT,
-# HEADRACE_SERVICE_HOST and more, which are not meant for us.
+# Kubernetes sets variables for every Service in the pods' environment: for a Service named "headrace", HEADRACE_PORT,
+# HEADRACE_SERVICE_HOST and more. They are no settings.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP)(_.+)?)$")
 _LINK_OF_A_PORT = re.compile(r"\w+_PORT=(tcp|udp|sctp)://")
 
@@ -165,18 +166,18 @@ def _from_environment() -> dict[str, Given]:
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> str:
-    """What to say to whoever has given it."""
+    """Return the message for an unknown setting."""
     return f"there is no setting {name!r}. {_meant(name, known) or '`headrace serve --help` lists the settings.'}"
 
 
 def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
-    """What to say to whoever has typed it, where `program --help` lists those that are known."""
-    if not name.startswith("-") and "--model" in known:  # as other servers take it
-        return f"{name!r} stands there without a flag. If it is a model: {program} --model {name}"
+    """Return the message for an unknown flag; `program --help` lists the known ones."""
+    if not name.startswith("-") and "--model" in known:  # other servers take the model as an argument
+        return f"{name!r} has no flag. If it is a model: {program} --model {name}"
     return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
 
 
-# What vLLM takes and Headrace calls otherwise, or does not have ("") where the spelling would suggest something else.
+# vLLM's settings with another name in Headrace, and those that Headrace lacks ("") although a similar name exists.
 _OF_VLLM = {
     "download_dir": "cache_dir",
     "uvicorn_log_level": "log_level",
@@ -211,7 +212,7 @@ def _field_name(spelled: str) -> str:
 
 
 def _explain(problem: Any, given: Mapping[str, Given]) -> str:
-    if not problem["loc"]:  # a check across fields, whose message is written for people already
+    if not problem["loc"]:  # a rule between settings, which has a complete message
         return str(problem["ctx"]["error"]) if "error" in problem.get("ctx", {}) else str(problem["msg"])
     name = str(problem["loc"][0])
     field = Settings.model_fields.get(name)

@@ -125,7 +125,7 @@ def test_a_model_without_its_flag_is_told_with_it() -> None:
     done = run("serve", "org/model", "--port", "9000")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: 'org/model' stands there without a flag. If it is a model: headrace serve --model org/model\n"
+        "error: 'org/model' has no flag. If it is a model: headrace serve --model org/model\n"
     )
 
 

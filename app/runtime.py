@@ -8,7 +8,6 @@ tokens and log-probabilities.
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
@@ -87,9 +86,6 @@ def _num_logprobs(positions: list[TokenLogprobs]) -> int:
 # until it waits again. Other processes make no hold longer, so a long hold is a fault of the handler, and tests fail
 # for it.
 
-
-logger = logging.getLogger(__name__)
-
 LAG_PERIOD: Final = 0.05  # seconds between two measurements of the lag; a shorter period would load an idle machine
 LONG_HOLD: Final = 0.05  # seconds; a longer one is logged
 
@@ -119,11 +115,6 @@ def in_steps(work: Coroutine[Any, Any, None], on_step: Callable[[float], None]) 
             resume, argument = work.send, (yield waits_for)
         except BaseException as error:  # usually a cancellation
             resume, argument = work.throw, error
-
-
-def warn_of_hold(seconds: float, by: str, request_id: str | None = None) -> None:
-    """Log a hold that delayed other tasks."""
-    logger.warning("%s held the event loop for %.3f s (request %s)", by, seconds, request_id or "-")
 
 
 # -------------------------------------------------------------------------------------------------------------- garbage

@@ -13,6 +13,7 @@ labelled metrics are bound once, because looking one up costs more than counting
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import deque
@@ -38,10 +39,12 @@ from prometheus_client.utils import floatToGoString
 
 from app.admission.admission import Limit
 from app.admission.tenants import shown_name
-from app.runtime import LONG_HOLD, warn_of_hold
+from app.runtime import LONG_HOLD
 from engine.frontend.request_stream import FinishedRequest, Observer
 from engine.messages import FinishReason, RoutingStats, SchedulerStats, TierStats
 from protocol.tools.unsupported import FAMILIES, family
+
+logger = logging.getLogger(__name__)
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -362,7 +365,7 @@ class Metrics(Observer):
         """Record processor time for which the event loop ran nothing else. `by` names a route or another cause."""
         self._loop_hold.observe(seconds)
         if seconds >= LONG_HOLD:
-            warn_of_hold(seconds, by, request_id)
+            logger.warning("%s held the event loop for %.3f s (request %s)", by, seconds, request_id or "-")
 
     def on_delivery(self, seconds: float) -> None:
         self.on_loop_hold(seconds, "a delivery of outputs")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -21,41 +21,28 @@ from app.http.scope import RequestScope
 from app.observability.metrics import Loss
 from engine.fairness import TenantLRU
 
+if TYPE_CHECKING:
+    from app.observability.spans import SpanTracer
+
 logger = logging.getLogger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-class Tracer(Protocol):
-    """The tracer of requests. It never blocks and never raises; another thread exports the spans."""
+class NoTracer:
+    """The tracer that does nothing, with the methods of `SpanTracer`. None of them blocks or raises, except `close`."""
 
     def begin(self, request: RequestScope, route: str) -> None:
         """Begin the trace of a request, and add the ids of trace and span to its log lines."""
-        ...
 
     def end(self, request: RequestScope, record: AccessRecord) -> None:
         """Make the spans of a request that has ended."""
-        ...
 
     def close(self) -> None:
         """Export the spans in the queue. Blocks for up to some seconds: call it in a worker thread."""
-        ...
 
 
-class NoTracer:
-    """The tracer that does nothing."""
-
-    def begin(self, request: RequestScope, route: str) -> None:
-        pass
-
-    def end(self, request: RequestScope, record: AccessRecord) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tracer:
+def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> NoTracer | SpanTracer:
     """Return the tracer that settings and environment ask for. `on_lost` is called with the reason and number of lost
     traces, by any thread. Raises `SettingsError` if `otlp_endpoint` is set and its packages are not installed, and if
     `trace_messages` is set without a collector."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import anyio
@@ -88,26 +87,25 @@ def _status(request: RequestScope) -> int:
     return request.status if request.status is not None else CLIENT_GONE
 
 
-class Refusal:
-    """An ASGI application that answers with `error`, without reading the body. It neither logs nor counts, because it
-    answers clients without a key; it has a scope, so that a client that does not read the answer is cut."""
-
-    def __init__(self, server: Server, error: ApiError) -> None:
-        self._server = server
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = RequestScope(scope, receive, send, self._server.settings, self._server.bodies)
-        self._server.enter(request, quiet=True)
-        try:
-            await request.refuse(self._error)
-        finally:
-            self._server.leave(request)
-
-
 def refuse_with(server: Server) -> Callable[[ApiError], ASGIApp]:
-    """Return a function that makes a `Refusal` of an error."""
-    return partial(Refusal, server)
+    """Return a function that makes an ASGI application of an error, with which it answers without reading the body.
+
+    The application neither logs nor counts, because it answers clients without a key; it has a scope, so that a client
+    that does not read the answer is cut.
+    """
+
+    def refuse(error: ApiError) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            request = RequestScope(scope, receive, send, server.settings, server.bodies)
+            server.enter(request, quiet=True)
+            try:
+                await request.refuse(error)
+            finally:
+                server.leave(request)
+
+        return answer
+
+    return refuse
 
 
 # ----------------------------------------------------------------------------------------------------------- background

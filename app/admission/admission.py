@@ -197,8 +197,8 @@ class Admission:
     @property
     def is_full(self) -> bool:
         """Return True if a new request of any tenant would be refused."""
-        everybody_waits = self._num_waiting_tenants >= self._num_tenants
-        return self.places.is_full or (everybody_waits and self.tokens.is_full)
+        all_tenants_wait = self._num_waiting_tenants >= self._num_tenants
+        return self.places.is_full or (all_tenants_wait and self.tokens.is_full)
 
     @contextmanager
     def queue(

@@ -443,7 +443,7 @@ class Settings(BaseSettings):
         le=86400,
     )
     timeline_size: int = Field(
-        1000, description="Ended requests whose timeline is kept for /v1/requests/{id}/timeline.", ge=0, le=10**6
+        1000, description="Timelines of ended requests to keep for /v1/requests/{id}/timeline.", ge=0, le=10**6
     )
     max_background_responses: int = Field(
         64,

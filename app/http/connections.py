@@ -95,7 +95,7 @@ class ConnectionGuard:
         self._ending_since: float | None = None
         self._draining = False
         self._left = anyio.Event()  # set when a connection has been closed, while draining
-        self._nobody_stalled_at = 0.0
+        self._none_stalled_at = 0.0
 
     # --- called by connections
 
@@ -233,11 +233,11 @@ class ConnectionGuard:
 
     def _abort_longest_stalled(self) -> bool:
         now = time.monotonic()
-        if now - self._nobody_stalled_at < STALLED_SECONDS / 4:  # not a search through all for each new connection
+        if now - self._none_stalled_at < STALLED_SECONDS / 4:  # not a search through all for each new connection
             return False
         found = self._longest_stalled()
         if found is None or now - found[1] < STALLED_SECONDS or found[0] not in self._open:
-            self._nobody_stalled_at = now
+            self._none_stalled_at = now
             return False
         self._forget(found[0])
         self._made_room.add(found[0])

@@ -47,7 +47,7 @@ WRITING_TURN = 0.005
 
 # The field that forbids writing the prompt to a disk. Inside a JSON string its quotes would be escaped.
 _IN_MEMORY = re.compile(rb'"prompt_cache_retention"\s*:\s*"in[-_]memory"')
-COUNTED_CONTEXTS = 4  # the longest conversation whose tokens are counted, in contexts
+COUNTED_CONTEXTS = 4  # the longest conversation that is tokenized for counting, in contexts
 
 Deadlines = tuple[float | None, float | None]  # of the whole answer and of its first token, in `time.monotonic()`
 

@@ -124,9 +124,7 @@ def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
 def test_a_model_without_its_flag_is_told_with_it() -> None:
     done = run("serve", "org/model", "--port", "9000")
     assert done.returncode == 1
-    assert done.stderr == (
-        "error: 'org/model' has no flag. If it is a model: headrace serve --model org/model\n"
-    )
+    assert done.stderr == ("error: 'org/model' has no flag. If it is a model: headrace serve --model org/model\n")
 
 
 SIGNALLED = """

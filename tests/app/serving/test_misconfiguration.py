@@ -175,11 +175,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a directory for KV blocks that is a file": (
         {"kv_cache_dir": "{}/notes.txt"},
-        ["kv_cache_dir is", "notes.txt", "cannot be used", "Name one that this user may make"],
+        ["kv_cache_dir is", "notes.txt", "cannot be used", "Name a directory that this user may create"],
     ),
     "a directory for KV blocks that cannot be made": (
         {"kv_cache_dir": "/proc/nothing/kv", "engine": "process"},
-        ["kv_cache_dir is /proc/nothing/kv", "cannot be used", "Name one that this user may make"],
+        ["kv_cache_dir is /proc/nothing/kv", "cannot be used", "Name a directory that this user may create"],
     ),
     "a size without its directory": (
         {"kv_cache_dir_size": "1GiB"},

@@ -236,7 +236,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         _at_most("stop", self.stop, MAX_STOP_STRINGS)
         if any(not s for s in self.stop):
-            raise InvalidRequest("stop must not contain an empty string.", param="stop")
+            raise InvalidRequest("stop must not contain an empty string. Leave it out.", param="stop")
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
             raise InvalidRequest(
                 f"stop takes at most {MAX_STOP_CHARACTERS} characters in each string, got {longest}.", param="stop"
@@ -249,7 +249,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _all_in_range("logit_bias", self.logit_bias.values(), -100.0, 100.0)
         if self.logprob_token_ids:
             if self.logprobs is None:
-                raise InvalidRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+                raise InvalidRequest(
+                    "logprob_token_ids needs logprobs: set it to 0 or more.", param="logprob_token_ids"
+                )
             _at_most("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
             _all_in_range("logprob_token_ids", self.logprob_token_ids, 0, vocab_size - 1)
         if self.structured_output is not None:

@@ -191,7 +191,10 @@ class AsyncLLM:
         """Wait for a grammar and return it; None at the request's deadline. Raises InvalidRequest if it cannot be
         enforced. A cancelled caller leaves the compiler's queue."""
         if self._grammars is None:
-            raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
+            raise InvalidRequest(
+                "structured_output is not supported: this engine has no grammar compiler. Leave it out.",
+                param="structured_output",
+            )
         future = self._grammars.submit(structured, Owner.of(request))
         if not future.done():
             deadlines = [each for each in (request.deadline, request.first_token_deadline) if each is not None]

@@ -187,7 +187,7 @@ class OutputProcessor:
 
     def _fail(self, stream: RequestStream, error: Exception) -> list[str]:
         """End a stream to which a step could not be delivered. Return its unfinished children."""
-        logger.error("a step could not be delivered to request %s", stream.request_id, exc_info=error)
+        logger.error("An output could not be delivered to request %s, which ends", stream.request_id, exc_info=error)
         failure = RequestFailed(f"a step could not be delivered ({type(error).__name__})")
         failure.__cause__ = error
         stream.listen(None)

@@ -108,7 +108,7 @@ class SharedEngine:
                 self._shut_down()
 
     def _start(self) -> None:
-        # A daemon, so that a process whose main thread was interrupted twice can end.
+        # A daemon thread does not keep the process alive after its main thread was interrupted twice.
         threading.Thread(target=self._serve, name="headrace-llm", daemon=True).start()
 
     @staticmethod

@@ -148,7 +148,7 @@ class CompileQueue(Generic[T]):
         try:
             return self._begin()
         except BaseException as error:
-            logger.exception("a thread that compiles grammars ends")
+            logger.exception("A thread of the grammar compiler has failed; queued grammars fail, later ones do not")
             for future in self._give_up():
                 if future.set_running_or_notify_cancel():
                     future.set_exception(RuntimeError(f"the grammar compiler failed ({type(error).__name__})"))

@@ -153,7 +153,7 @@ def _json_schema(schema: Any, structured: StructuredOutput) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise refused("a JSON Schema must be an object, and false fits nothing.")
+        raise refused("a JSON Schema must be an object or true; false fits nothing.")
     options = schema.get("x-guidance")
     whitespace = JSON_WHITESPACE if structured.whitespace_pattern is None else structured.whitespace_pattern
     ours: dict[str, Any] = {"lenient": False, "whitespace_flexible": structured.any_whitespace}
@@ -180,7 +180,7 @@ def _quoted(text: str) -> str:
 
 def _lark(text: str) -> str:
     if text.lstrip().startswith("{"):
-        raise refused("it must be in the notation of Lark or GBNF; JSON Schemas have a field of their own.")
+        raise refused("it must be in the notation of Lark or GBNF. Send a JSON Schema in the field for JSON Schemas.")
     is_gbnf = "::=" in text and _START.search(text) is None
     count = text.count("::=") if is_gbnf else sum(1 for _ in _DEFINITION.finditer(text))
     if count > MAX_DEFINITIONS:

@@ -130,14 +130,13 @@ class Queries:
             await query.settled.wait()
         finally:
             del self._open[number]
-        match query.event:
-            case Answered(answer=answer) if answer is not None:
-                return answer
-            case Answered(error=error):
-                raise RequestFailed(error)
-            case EngineDied(error):
-                raise EngineDead("the engine has ended before it could answer") from error
-        raise AssertionError("settled by nothing")
+        event = query.event
+        if isinstance(event, EngineDied):
+            raise EngineDead("the engine has ended before it could answer") from event.error
+        assert event is not None
+        if event.answer is None:
+            raise RequestFailed(event.error)
+        return event.answer
 
     def before(self, deliver: Deliver) -> Deliver:
         """Return what takes the engine's events, and passes all but the answers on to `deliver`."""

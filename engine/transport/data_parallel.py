@@ -212,7 +212,7 @@ class DataParallelClient:
         before = self._fleet.size
         size = self._fleet.update(wanted, time.monotonic())
         if size != before:
-            logger.info("There should be %d engines, not %d", size, before)
+            logger.info("The number of engines changes from %d to %d", before, size)
             by_worth = sorted(self.replicas, key=self._worth, reverse=True)
             for rank, replica in enumerate(by_worth):
                 replica.is_wanted = rank < size
@@ -297,9 +297,7 @@ class DataParallelClient:
         if not self._announced or not (self._alive() or any(each.num_deaths <= MAX_DEATHS for each in in_use)):
             self._end()
             return died
-        logger.error(
-            "Engine %d has died (requests that it had: %d): %s", replica.index, len(lost), error, exc_info=error
-        )
+        logger.error("Engine %d has died with %d requests in it: %s", replica.index, len(lost), error, exc_info=error)
         self._router.forget(replica.index)
         gone = {request_id: self._placed.pop(request_id) for request_id in lost}
         lost = self._place_again(gone)

@@ -80,7 +80,7 @@ def decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
 def _in_words(value: object) -> ErrorInWords:
     if isinstance(value, BaseException):
         return ErrorInWords.of(value)
-    raise NotImplementedError(f"a {type(value).__name__} cannot cross")
+    raise NotImplementedError(f"a {type(value).__name__} cannot be encoded for another process")
 
 
 def _from_words(of: type, words: Any) -> HeadraceError:

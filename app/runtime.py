@@ -1,8 +1,8 @@
 """The event loop's helpers: worker threads for long work, lag measurement, garbage collection.
 
-A hop to another thread and back costs about a tenth of a millisecond, and some milliseconds under load. Work that takes
-longer on the loop would delay all other streams. Its duration is estimated from the length of the body or the number of
-tokens and log-probabilities.
+1. A hop to another thread and back costs about a tenth of a millisecond, and some milliseconds under load. Work that
+   takes longer on the loop would delay all other streams, so it runs on a thread.
+2. Its duration is estimated from the length of the body or the number of tokens and log-probabilities.
 """
 
 from __future__ import annotations

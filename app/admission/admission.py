@@ -1,10 +1,11 @@
-"""Admission of requests to the queue: a request that cannot be served in time is refused at once, with a Retry-After.
+"""Admission of requests to the queue. Used on the event loop only.
 
-From its arrival, before it is tokenized, a request holds places in the queue (one per choice) and tokens (the tokens of
-its prompt). Each choice frees its part with its first output. Tenants share both as `app.admission.tenants` describes.
-A request that does not fit is refused with 429 and a Retry-After computed from the rate at which its tenant's requests
-have been starting. A request that would wait too long (`app.admission.expected_wait`) is refused with the seconds after
-which it would be admitted. Used on the event loop only.
+1. From its arrival, before it is tokenized, a request holds places in the queue (one per choice) and the tokens of its
+   prompt. Each choice frees its part with its first output. `app.admission.tenants` describes the shares of tenants.
+2. A request that does not fit is refused with 429 and a Retry-After computed from the rate at which its tenant's
+   requests have been starting.
+3. A request that would wait too long (`app.admission.expected_wait`) is refused with the seconds after which it would
+   be admitted.
 """
 
 from __future__ import annotations

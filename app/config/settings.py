@@ -1,8 +1,8 @@
 """Every setting, defined once: type, range, default, description, and the rules between settings.
 
-The same fields make environment variables (`HEADRACE_MAX_NUM_SEQS`), keys of a TOML file (`max_num_seqs`) and flags
-(`--max-num-seqs`). Only the start of a server calls `app.config.sources.load_settings`; all other code gets a
-`Settings`, which is frozen and reads nothing by itself. Secrets are never shown.
+1. The same fields make environment variables (`HEADRACE_MAX_NUM_SEQS`), keys of a TOML file (`max_num_seqs`) and flags
+   (`--max-num-seqs`).
+2. Only `app.config.sources` reads them. All other code gets a `Settings`, which is frozen. Secrets are never shown.
 """
 
 from __future__ import annotations

@@ -1,20 +1,12 @@
 """A request as a scope: from the first byte of its body to the last byte of its answer.
 
-Only the `RequestScope` calls ASGI's `receive()`. Hypercorn delivers `http.disconnect` exactly once, and its `send()`
-never fails after the client has gone, so a second receiver would consume the only sign of a disconnect. The scope reads
-the body, then waits for the disconnect, and runs the handler in a cancel scope that the disconnect cancels. So the
-handler leaves its context managers, such as an engine stream.
-
-Handlers are plain functions of the scope and answer through it:
-
-    async def handler(request: RequestScope) -> None:
-        async with llm.stream(...) as outputs:
-            ...
-            await request.send_json(200, body)
-
-An exception of the handler becomes the answer: the JSON error envelope if nothing has been sent, an error frame if the
-answer is an event stream. A deadline or a drain ends the request in the same way. A stream ends with its last event or
-an error frame, unless its client does not read.
+1. Only the `RequestScope` calls ASGI's `receive()`. Hypercorn delivers `http.disconnect` exactly once, and its `send()`
+   never fails after the client has gone, so a second receiver would consume the only sign of a disconnect.
+2. The handler, a function of the scope, runs in a cancel scope that the disconnect cancels. So it leaves its context
+   managers, such as an engine stream.
+3. An exception of the handler becomes the answer: the JSON error envelope if nothing has been sent, an error frame if
+   the answer is an event stream. A deadline or a drain ends the request in the same way.
+4. A stream ends with its last event or an error frame, unless its client does not read.
 """
 
 from __future__ import annotations

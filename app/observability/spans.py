@@ -1,8 +1,9 @@
 """Requests as OpenTelemetry spans.
 
-OpenTelemetry's environment variables apply unless a setting overrides them: endpoint, headers, timeout and compression
-of the exporter, service name and resource, sampler, limits of the queue. The queue takes whole traces: while it is full
-because the collector is slow or gone, a request is not traced and is counted as lost.
+1. OpenTelemetry's environment variables apply unless a setting overrides them: endpoint, headers, timeout and
+   compression of the exporter, service name and resource, sampler, limits of the queue.
+2. The queue takes whole traces: while it is full because the collector is slow or gone, a request is not traced and is
+   counted as lost.
 """
 
 from __future__ import annotations

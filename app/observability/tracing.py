@@ -1,9 +1,9 @@
 """The choice of a tracer, and the timelines of the last requests.
 
-Tracing is optional: unless `otlp_endpoint` or OpenTelemetry's own environment variables name a collector, no module of
-OpenTelemetry is imported and `open_tracer` returns a tracer that does nothing. When a request arrives, only its trace
-context and the sampling decision are read; its spans are made from timestamps after its end. So tracing costs nothing
-while tokens flow.
+1. Unless `otlp_endpoint` or OpenTelemetry's own environment variables name a collector, no module of OpenTelemetry is
+   imported and `open_tracer` returns a tracer that does nothing.
+2. Tracing costs nothing while tokens flow: when a request arrives, only its trace context and the sampling decision are
+   read; its spans are made from timestamps after its end.
 """
 
 from __future__ import annotations

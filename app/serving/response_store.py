@@ -1,9 +1,9 @@
-"""Kept responses and their event logs, in bounded memory for each tenant.
+"""Kept responses and their event logs, in memory. Used on the event loop; `keep` of long responses runs on threads.
 
-A response is kept with the whole conversation that led to it, so it can be continued after the earlier responses are
-dropped. The oldest responses are dropped when there are too many, when they take too much memory, and when their time
-is over. A background response counts from its beginning, with its conversation and its events. Nothing is written to
-disk, so a restart loses all responses. Used on the event loop; `keep` of long responses runs on worker threads.
+1. A response is kept with its whole conversation, so it can be continued after the earlier responses are dropped.
+2. The oldest responses of a tenant are dropped when there are too many, when they take too much memory, and when they
+   are too old. A background response counts from its beginning, with its conversation and its events.
+3. Nothing is written to disk, so a restart loses all responses.
 """
 
 from __future__ import annotations
@@ -171,14 +171,10 @@ class StoredResponse:
         items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
         return items
 
-    def context_items(self) -> list[dict[str, Any]]:
-        """Return the items that the response was generated from, without instructions."""
-        items: list[dict[str, Any]] = orjson.loads(self.context)
-        return items
-
     def conversation(self) -> list[dict[str, Any]]:
         """Return the items that a next response continues: the items before this response, and its output."""
-        return self.context_items() + self.output()
+        items: list[dict[str, Any]] = orjson.loads(self.context)
+        return items + self.output()
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ TILE = 256
 
 
 class TorchAttention:
-    """A `PlainAttention`. A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first."""
+    """Attention with heads of one kind; one object serves all layers of it. A layer's cache is [num_blocks, block_size,
+    2, num_kv_heads, head_dim], keys first."""
 
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
@@ -45,17 +46,19 @@ class TorchAttention:
         self._plan: tuple[AttentionMetadata, _Plan] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the zeroed cache of one layer."""
         return _zeros((num_blocks, self.block_size, 2, self.heads.kv, self.heads.dim), dtype, device)
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: torch.Tensor,  # [T, num_heads, head_dim], rotated
+        key: torch.Tensor,  # [T, num_kv_heads, head_dim], rotated
+        value: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
         metadata: AttentionMetadata,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,  # float32 [num_heads], see `gpu.checkpoint.architecture.AttentionSpec`
     ) -> torch.Tensor:
+        """Store key and value, attend causally, return [T, num_heads, head_dim]."""
         plan = self._plan_for(metadata, query.dtype)
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
         slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
@@ -288,9 +291,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-# ---------------------------------------------------------------------------------------------- the backends' interface
-# A backend owns the layout of its cache. Models hand it queries, keys and values of the step's tokens; `forward` writes
-# the keys and values to their slots and attends over everything that the block tables reach.
+# ------------------------------------------------------------------------------------------------------------- metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,56 +323,12 @@ class AttentionMetadata:
         return [cls(block_table=table, slot_mapping=slots, **shared) for table, slots in tables]
 
 
-class PlainAttention(Protocol):
-    """Attention with heads of one kind (`gpu.checkpoint.architecture.Heads`); one object serves all layers of it."""
-
-    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the zeroed cache of one layer, in this backend's layout."""
-        ...
-
-    def forward(
-        self,
-        query: torch.Tensor,  # [T, num_heads, head_dim], rotated
-        key: torch.Tensor,  # [T, num_kv_heads, head_dim], rotated
-        value: torch.Tensor,  # [T, num_kv_heads, head_dim]
-        kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
-        metadata: AttentionMetadata,
-        sinks: torch.Tensor | None = None,  # float32 [num_heads], see `gpu.checkpoint.architecture.AttentionSpec`
-    ) -> torch.Tensor:
-        """Store key and value, attend causally, return [T, num_heads, head_dim]."""
-        ...
-
-
-@runtime_checkable
-class FusedAttention(Protocol):
-    """A backend with a kernel that rotates and stores the merged projection in one pass."""
-
-    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
-    def forward_fused(
-        self,
-        qkv: torch.Tensor,  # [T, num_heads + 2 * num_kv_heads, head_dim], queries first; may be overwritten
-        positions: torch.Tensor,  # int64 [T]
-        rotary_table: torch.Tensor,  # [2, max_positions, head_dim], cosines and signed sines
-        qk_norm: torch.Tensor | None,  # [2, head_dim], RMSNorm weights of query and key heads
-        eps: float,  # of these norms
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sinks: torch.Tensor | None = None,  # as above
-    ) -> torch.Tensor:
-        """Normalize and rotate queries and keys, then as `PlainAttention.forward`: [T, num_heads, head_dim]."""
-        ...
-
-
-AttentionBackend = PlainAttention | FusedAttention
-
-
 # ------------------------------------------------------------------------------------------------------- triton backend
 # Paged attention by the kernels of `gpu.kernels` on CUDA, and on a CPU by their torch references.
 
 
 class TritonAttention:
-    """A `FusedAttention`.
+    """Attention with heads of one kind, by a kernel that rotates and stores the merged projection in one pass.
 
     A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`. It does
     not need the metadata's lists on the host, so any step may be captured in a graph. Padding has `slot_mapping` -1 and
@@ -390,15 +347,16 @@ class TritonAttention:
 
     def forward_fused(
         self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        rotary_table: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
+        qkv: torch.Tensor,  # [T, num_heads + 2 * num_kv_heads, head_dim], queries first; may be overwritten
+        positions: torch.Tensor,  # int64 [T]
+        rotary_table: torch.Tensor,  # [2, max_positions, head_dim], cosines and signed sines
+        qk_norm: torch.Tensor | None,  # [2, head_dim], RMSNorm weights of query and key heads
+        eps: float,  # of these norms
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Normalize and rotate queries and keys, then do as `TorchAttention.forward`: [T, num_heads, head_dim]."""
         query = rope_and_cache(
             qkv,
             positions,
@@ -433,3 +391,6 @@ class TritonAttention:
             sinks=sinks,
             num_decodes=num_decodes,
         )
+
+
+AttentionBackend = TorchAttention | TritonAttention

@@ -1,6 +1,6 @@
 """A model's files: configuration, tokenizer, chat template, and the tensors' places.
 
-Neither this package nor what it imports uses torch: the front end opens a model for its tokenizer and template.
+Nothing here imports torch: the front end opens a model for its tokenizer and chat template.
 
 In reading order:
 
@@ -13,7 +13,7 @@ gguf_tokenizer  A GGUF file's metadata as a tokenizer.
 hf_files        JSON files and safetensors headers, read within bounds.
 hf_config       A Hugging Face config.json as the model's configuration.
 embedder        Pooling and prompts of embedding models.
-tokenizers      Bounds on tokenizers that strangers made.
+tokenizers      Bounds on tokenizers of unknown origin.
 model_files     A model on disk: described at once, read on demand; digest, default sampling, progress.
 gguf_model      A GGUF file as `ModelFiles`.
 hf_directory    A Hugging Face directory as `ModelFiles`.

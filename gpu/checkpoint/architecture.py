@@ -35,7 +35,7 @@ class Part:
     shape: tuple[int, ...]
     bias: bool = False
     offset: float = 0.0  # added to the numbers of a Hugging Face checkpoint; a GGUF file has the sums
-    gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
+    gguf_heads: int = 0  # heads with rows in another order in a GGUF file (`gpu.checkpoint.gguf_model`)
     suffix: str = ".weight"  # a GGUF file's is always this
     ranges: Ranges | None = None  # of the checkpoint's tensor, if this is one rank's part (`gpu.sharding`)
     expert: int | None = None  # its index in the tensor of all experts, in a GGUF file or in a `stack`
@@ -93,7 +93,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class SwiGLUSpec:
-    """down(silu(gate(x)) * up(x))"""
+    """The network down(silu(gate(x)) * up(x))."""
 
     gate: Part
     up: Part

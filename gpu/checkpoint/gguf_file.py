@@ -4,11 +4,10 @@ Layout (github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic
 pair count u64; the pairs (key, type u32, value); the tensor infos (name, dimensions, type u32, offset u64); padding to
 `general.alignment`; tensor data. Strings are a u64 length and UTF-8.
 
-The header is read here and not by `gguf.GGUFReader`, because that wraps every element of every array in numpy objects:
-2.4 s for the 98,000 strings of SmolLM2's vocabulary, 0.05 s here. Dequantization is the `gguf` library's, which is
-imported for that alone: a model whose weights stay as they are starts without it. Every length in the file is checked
-against what is left of it, and the header against bounds of its own, because a list of numbers takes ten times the
-memory of its bytes: a damaged or hostile file ends in a `ModelError`, not in garbage.
+1. `gguf.GGUFReader` is not used: it wraps every element of every array in numpy objects, which takes 2.4 s for the
+   98,000 strings of SmolLM2's vocabulary (0.05 s here). The `gguf` library is imported for dequantization only.
+2. Every length is checked against the rest of the file, and the header against bounds, because a list of numbers takes
+   ten times the memory of its bytes: a damaged or hostile file raises `ModelError`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ T = TypeVar("T", str, int, float, bool)
 
 
 class TensorType(NamedTuple):
-    """Of the types of github.com/ggml-org/ggml/blob/master/include/ggml.h those that are read."""
+    """A supported type of github.com/ggml-org/ggml/blob/master/include/ggml.h."""
 
     name: str
     number: int
-    block: int  # weights that lie together
+    block: int  # weights of a block
     block_bytes: int
 
 
@@ -60,7 +59,7 @@ _VERSIONS = (2, 3)  # 1 had 32-bit counts and was short-lived
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**20
 _MAX_DIMENSIONS = 4
-# Of a header. The largest vocabularies there are, of 260,000 tokens, need 16 MiB and 1.3 million elements.
+# Limits of a header. The largest known vocabularies, of 260,000 tokens, need 16 MiB and 1.3 million elements.
 _MAX_HEADER = 64 * 2**20  # bytes
 _MAX_PAIRS = 2**16
 _MAX_TENSORS = 2**16
@@ -72,17 +71,17 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor lies and what it is."""
+    """The shape, type and place of a tensor."""
 
     name: str
-    shape: tuple[int, ...]  # outermost dimension first, as in torch; the file has it the other way round
+    shape: tuple[int, ...]  # outermost dimension first, as in torch; the file has the reverse order
     type: TensorType
     offset: int  # from the start of the file, bytes
     nbytes: int
 
 
 def file_state(status: os.stat_result) -> tuple[int, ...]:
-    """What is another if a file was replaced or written to."""
+    """Return numbers that change if the file is replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -114,7 +113,7 @@ class GGUFFile:
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
-        """As `get`, but raises `ModelError` if the key is absent."""
+        """Return the metadata value of `key`. Raises `ModelError` if it is absent or not a `kind`."""
         value = self.get(key, kind)
         if value is None:
             raise ModelError(f"{self.path.name}: metadata {key} is missing. Convert the model anew.")
@@ -137,7 +136,7 @@ class GGUFFile:
         return data.reshape(*tensor.shape[:-1], -1)
 
     def release_pages(self) -> None:
-        """Let go of the file's pages in memory. Whatever is read afterwards comes from the page cache or the disk."""
+        """Unmap the file's pages from memory. Later reads come from the page cache or the disk."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -210,7 +209,7 @@ class _Header:
         return list(tensors.values())
 
     def _check_overlaps(self, tensors: list[GGUFTensor]) -> None:
-        """Many tensors of the same bytes would be a large model in a small file."""
+        """Refuse overlaps: many tensors of the same bytes would be a large model in a small file."""
         in_order = sorted(tensors, key=lambda tensor: tensor.offset)
         for one, other in itertools.pairwise(in_order):
             if one.offset + one.nbytes > other.offset:
@@ -270,7 +269,7 @@ class _Header:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # The one hot loop: a vocabulary and its merges are some 100,000 to 400,000 strings.
+        # The only hot loop: a vocabulary and its merges are some 100,000 to 400,000 strings.
         buffer, position, end = self._buffer, self._position, self._end
         if count * 8 > end - position:
             self._fail(f"it claims {count:,} strings at byte {position:,} and ends before them")
@@ -288,7 +287,7 @@ class _Header:
         return strings
 
     def _advance(self, size: int) -> int:
-        """Step over `size` bytes and return where they begin."""
+        """Advance by `size` bytes and return the position before."""
         start = self._position
         if start + size > self._end:
             self._fail(

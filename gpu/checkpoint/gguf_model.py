@@ -36,11 +36,10 @@ from gpu.checkpoint.tensors import check_shapes, sliced
 T = TypeVar("T", bound=np.generic)
 
 _PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-_IN_THE_CONFIG = "rope_freqs.weight"  # a tensor that gguf_config reads
 
 
 def open_gguf(path: Path, *, name: str) -> ModelFiles:
-    """Open a GGUF file. Raises `ModelError` if it is damaged or holds what cannot be run."""
+    """Open a GGUF file. Raises `ModelError` if it is damaged or its model is not supported."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
     shapes = ((name, tensor.shape[expert is not None :]) for name, tensor, _, expert in _named(file, config))
@@ -60,11 +59,10 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
 
 
 def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
-    """Undo the row order that GGUF files keep q and k of Llama models in.
+    """Undo the row order of q and k of Llama models in GGUF files: [num_heads * head_dim, ...] -> the same shape.
 
-    [num_heads * head_dim, ...] -> the same shape, of numbers or of the blocks that rows are quantized to.
-    Hugging Face's RoPE turns element i of a head with element i + head_dim / 2; ggml's turns neighbours, so the
-    converter interleaves the two halves of each head. (Qwen's RoPE is of the first kind in both, and is left alone.)
+    Hugging Face's RoPE rotates element i of a head with element i + head_dim / 2; ggml's rotates neighbours, so the
+    converter interleaves the halves of each head. (For Qwen both use the first kind, and rows keep their order.)
     """
     head_dim = rows.shape[0] // num_heads
     return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -73,8 +71,7 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
 def read_tensors(
     file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None]
 ) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
-    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. Only
-    those that `ranges` names, and of these no more than it says."""
+    """Yield the `ranges` of the tensors that it names, quantized or in the type of the file."""
     for name, tensor, num_heads, expert in _named(file, config):
         if name not in ranges:
             continue
@@ -83,7 +80,7 @@ def read_tensors(
             packed, shape = packed[expert], shape[1:]
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype)
         weight = sliced(whole, ranges[name])
-        if num_heads:  # of which a part has some, whole
+        if num_heads:  # a rank's part has whole heads
             heads = num_heads * weight.shape[0] // shape[0]
             if isinstance(weight, QuantizedRows):
                 weight = replace(weight, data=unpermute_rows(weight.data, heads))
@@ -93,9 +90,8 @@ def read_tensors(
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int, int | None]]:
-    """Each tensor with its Hugging Face name, blk.3.attn_q.weight as model.layers.3.self_attn.q_proj.weight, and how
-    many heads' rows lie in ggml's order; one that holds a matrix of every expert as many times, with the expert. One
-    that the model does not have, or for another number of experts, keeps its name."""
+    """Yield Hugging Face name, tensor, number of heads with rows in ggml's order, and expert. A tensor of all experts
+    comes once for each. Tensors that the model does not have, or for another number of experts, keep their names."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
         parts[part.gguf].append(part)
@@ -106,12 +102,11 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
             for part in parts[stem]:
                 in_hf = part.weight_name if kind == "weight" else f"{part.name}.{kind}"
                 yield in_hf, tensor, part.gguf_heads, part.expert
-        elif name != _IN_THE_CONFIG:
+        elif name != _ROPE_FREQUENCIES:  # which the configuration has
             yield name, tensor, 0, None
 
 
 # ---------------------------------------------------------------------------------------------------------- gguf config
-# What a GGUF file's metadata says about the model's shape.
 
 
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
@@ -121,7 +116,7 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "toke
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The configuration of the model in `file`. Raises `ModelError` if it is incomplete or cannot be run."""
+    """Return the configuration of the model in `file`. Raises `ModelError` if it is incomplete or not supported."""
     architecture = file.require("general.architecture", str)
     if architecture not in GGUF_FAMILIES:
         raise ModelError(
@@ -165,7 +160,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim, family),
         tie_word_embeddings="output.weight" not in file.tensors,
-        torch_dtype="bfloat16",  # no file says it: its floats and quantized blocks were rounded from this, mostly
+        torch_dtype="bfloat16",  # files do not have it: most were rounded from this type
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
@@ -181,7 +176,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal of the same float32: 1e-05 where the file's float32 reads 9.999999747378752e-06."""
+    """Return the shortest decimal of the same float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -202,10 +197,8 @@ def _rope_scaling(
 
 
 def _llama3_scaling(file: GGUFFile, rope_theta: float, head_dim: int) -> RopeScaling:
-    """Recover Llama 3's scaling from the divisors of the frequencies, which is all that the converter writes down.
-
-    All Llama 3.x share everything but the largest divisor. That the file's divisors are theirs is checked, one by one.
-    """
+    """Return Llama 3's scaling from the divisors of the frequencies, which are all that the converter stores. All Llama
+    3.x differ only in the largest divisor; the others are checked."""
     if file.tensors[_ROPE_FREQUENCIES].shape == (head_dim // 2,):
         divisors = file.read(_ROPE_FREQUENCIES)
         factor = check_field(
@@ -220,11 +213,8 @@ def _llama3_scaling(file: GGUFFile, rope_theta: float, head_dim: int) -> RopeSca
 
 
 def _llama3_divisors(scaling: RopeScaling, rope_theta: float, head_dim: int) -> list[float]:
-    """What Llama 3 divides each of the head_dim / 2 inverse frequencies by.
-
-    Long wavelengths are divided by `factor`, short ones by 1, and in between the inverse of the divisor goes linearly
-    with original context / wavelength (Llama 3.1's reference code, `apply_scaling`).
-    """
+    """Return the divisors of the head_dim / 2 inverse frequencies: `factor` for long wavelengths, 1 for short ones, and
+    in between its inverse is linear in original context / wavelength (Llama 3.1's `apply_scaling`)."""
     divisors = []
     for index in range(head_dim // 2):
         wavelength = 2 * math.pi * rope_theta ** (2 * index / head_dim)

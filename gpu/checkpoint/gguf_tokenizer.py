@@ -1,7 +1,7 @@
 """A GGUF file's metadata as a tokenizer.
 
-Byte-level BPE (`tokenizer.ggml.model` = "gpt2") is here: GGUF keeps vocabulary, merges and token types, but of the
-pre-tokenizer only a name, so the patterns behind the names are here too. SentencePiece's ("llama") has its own file.
+Two kinds are supported: byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece's BPE ("llama"). GGUF has
+vocabulary, merges and token types, but only the name of a pre-tokenizer; the patterns of the names are here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpu.checkpoint.tokenizers import (
 _KINDS = range(7)
 _CONTROL, _USER_DEFINED = 3, 4
 
-# The name that templates know a token by, and where GGUF keeps its id.
+# The name of a special token in templates, and the key of its id in GGUF.
 _SPECIAL_TOKEN_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -38,7 +38,7 @@ _SPECIAL_TOKEN_KEYS = {
 
 
 def tokenizer_from_gguf(file: GGUFFile, vocab_size: int) -> Tokenizer:
-    """The tokenizer of the model in `file`. Raises `ModelError` if it is damaged or of a kind that is not supported."""
+    """Return the tokenizer of the model in `file`. Raises `ModelError` if it is damaged or not supported."""
     with tokenizer_errors(f"{file.path.name} has a tokenizer that cannot be built"):
         tokenizer = _build(file)
     vocabulary = {token: index for index, token in enumerate(_tokens(file))}
@@ -80,7 +80,7 @@ def _build(file: GGUFFile) -> Tokenizer:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """The tokenizer without its added tokens, and whether its family begins a text with BOS."""
+    """Return the tokenizer without its added tokens, and True if its family begins a text with BOS."""
     pre_name = file.get("tokenizer.ggml.pre", str, "default") or "default"
     if pre_name not in _PRE_TOKENIZERS:
         raise ModelError(
@@ -107,7 +107,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
 
 
 def special_tokens_from_gguf(file: GGUFFile) -> dict[str, str]:
-    """The texts of the special tokens that chat templates refer to, such as {"eos_token": "<|im_end|>"}."""
+    """Return the texts of the special tokens in chat templates, such as {"eos_token": "<|im_end|>"}."""
     if "tokenizer.ggml.tokens" not in file.metadata:
         return {}
     tokens = file.require_array("tokenizer.ggml.tokens", str)
@@ -132,7 +132,7 @@ def _token_text(file: GGUFFile, tokens: list[str], index: int) -> str:
 
 
 def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[AddedToken]:
-    """The tokens that are found in text as a whole, before it is split: control tokens, and what users defined."""
+    """Return the tokens that are found in a text before it is split: control and user-defined tokens."""
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)
@@ -148,11 +148,11 @@ def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[A
 
 @dataclass(frozen=True, kw_only=True)
 class _PreTokenizer:
-    """How a family of models cuts text before the merges, and what goes with it in the family's tokenizer.json."""
+    """The pattern by which a family of models cuts a text before the merges, with other parts of its tokenizer.json."""
 
     build: Callable[[], pre_tokenizers.PreTokenizer]
-    ignore_merges: bool = False  # a word that is in the vocabulary is taken as it is
-    add_bos: bool = False  # where the metadata does not say
+    ignore_merges: bool = False  # a word of the vocabulary is one token, whatever the merges
+    add_bos: bool = False  # the default if the metadata does not have it
     normalizer: Callable[[], normalizers.Normalizer] | None = None
 
 
@@ -161,7 +161,7 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _smollm() -> pre_tokenizers.PreTokenizer:
-    # Digits are cut off first, so that two spaces before a digit are one word; GPT-2's pattern alone splits them.
+    # Digits are cut first, so that two spaces before a digit are one word; GPT-2's pattern alone would split them.
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
@@ -190,19 +190,19 @@ _PRE_TOKENIZERS = {
 # --------------------------------------------------------------------------------------------------- gguf sentencepiece
 # SentencePiece's byte-pair encoding (`tokenizer.ggml.model` = "llama": Gemma, and the first Llamas and Mistrals).
 #
-# A GGUF file keeps of it the pieces, their scores and their kinds. SentencePiece joins the neighbours that make the
-# piece of the highest score, until no two make one; the tokenizers library joins the pair that comes first in a list.
-# So the list has every way to make every piece of two others, best pieces first, which is also how tokenizer.json files
-# of these models were made. Characters that are no piece become their bytes.
+# A GGUF file has the pieces, their scores and their kinds. SentencePiece joins neighbours to the piece of the highest
+# score until no two form a piece; the tokenizers library joins the pair that comes first in a list. So the list has
+# every way to form a piece from two others, by falling score; tokenizer.json files of these models were made in the
+# same way. Characters that are no piece become their bytes.
 
 
-_NORMAL = 1  # a piece that is found by merging; what was defined by users is found as a whole before
-_MOST_WORK = 2**26  # characters times length, of all pieces: each is cut everywhere. Gemma 3's have 11 million
-_SPACE = "\u2581"  # what pieces have for a space
+_NORMAL = 1  # the kind of a piece that is found by merging
+_MOST_WORK = 2**26  # the sum of squared lengths of all pieces, which are cut everywhere. Gemma 3's is 11 million
+_SPACE = "\u2581"  # stands for a space in pieces
 
 
 def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """The tokenizer without its added tokens. Raises `ModelError` for scores that give no order."""
+    """Return the tokenizer without its added tokens. Raises `ModelError` for scores that give no order."""
     scores = file.require_array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(scores)} scores. Convert the model anew.")
@@ -225,7 +225,7 @@ def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int])
     )
     space = normalizers.Replace(" ", _SPACE)
     decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", bool, True):  # so that a word is the same piece wherever it stands
+    if file.get("tokenizer.ggml.add_space_prefix", bool, True):  # a word at the beginning of a text is the same piece
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), space])
         decode.append(decoders.Strip(" ", 1, 0))
     else:
@@ -235,7 +235,7 @@ def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int])
 
 
 def _merges(scored: list[tuple[str, float]], pieces: set[str]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece: by falling score, and of the same piece the longest left half first."""
+    """Return all pairs of pieces that form a piece, by falling score, then by falling length of the left half."""
     scored.sort(key=lambda pair: -pair[1])
     return [
         (left, right)

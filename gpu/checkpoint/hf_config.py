@@ -11,6 +11,7 @@ from typing import Any
 
 from gpu.checkpoint.architecture import Architecture
 from gpu.checkpoint.config import (
+    FLAG,
     MAX_EXPERTS,
     HeaderField,
     ModelConfig,
@@ -151,9 +152,7 @@ class _Fields(Numbers):
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self._source}: {name} in config.json must be true or false, got {shown(value)}.")
-        return value
+        return bool(check_field(FLAG, value, key=f"{name} in config.json", source=self._source))
 
 
 def _family(values: Mapping[str, Any], source: str) -> Architecture:
@@ -210,7 +209,7 @@ def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool) -> RopeScalin
 
 
 def _dense_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> tuple[int, ...]:
-    """Those that `mlp_only_layers` names, and all but every `decoder_sparse_step`-th."""
+    """Return the layers in `mlp_only_layers`, and all others than every `decoder_sparse_step`-th."""
     named = values.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(index) is int for index in named):
         raise ModelError(f"{source}: mlp_only_layers in config.json must be a list of layers, got {shown(named)}.")

@@ -1,6 +1,6 @@
 """A Hugging Face directory as a `ModelFiles`.
 
-Read are config.json, generation_config.json, tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat
+It reads config.json, generation_config.json, tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat
 template in any of its three places, and safetensors, sharded or not. Pickled weights are never opened.
 """
 
@@ -45,7 +45,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) -> ModelFiles:
     """Open a directory. Raises `ModelError` if something that serving needs is missing, damaged or unsupported.
 
-    Without `with_weights` only config.json need be there; a tokenizer that is missing shows when it is asked for.
+    Without `with_weights` only config.json is required; a missing tokenizer raises when it is used.
     """
     if not (directory / "config.json").is_file():
         ggufs = sorted(path.name for path in directory.glob("*.gguf"))
@@ -95,7 +95,7 @@ def _weight_files(directory: Path) -> list[Path]:
         shards = read_json(directory / _INDEX, MAX_JSON).get("weight_map")
         names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
         if not names or not all(_FILE_NAME.fullmatch(name) for name in names):
-            raise ModelError(f"{directory / _INDEX} must map every tensor to a file beside it in weight_map.")
+            raise ModelError(f"{directory / _INDEX} must map every tensor to a file of the same folder in weight_map.")
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise ModelError(f"{directory} lacks {missing[0]}, one of {len(missing)} files that {_INDEX} names.")
         return [directory / name for name in names]
@@ -172,7 +172,7 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         text = read_text(path, MAX_JSON)
         check_steps(parse_object(text, str(path)), str(path))
         tokenizer = Tokenizer.from_str(text)
-        # Some were saved with the truncation and padding of their training run, which would cut prompts in silence.
+        # Some were saved with the truncation and padding of their training, which would cut prompts silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -181,7 +181,8 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """A file of its own comes before tokenizer_config.json, and of several templates the one named "default" counts."""
+    """Return the chat template. A file of its own comes before tokenizer_config.json; of several templates the one
+    named "default" is taken."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return read_text(path, MAX_CHAT_TEMPLATE)
@@ -195,7 +196,7 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
 
 
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Every "..._token" of the tokenizer's files; its value is a text or an object with the text as "content"."""
+    """Return the text of every "..._token" in the tokenizer's files: a text, or an object with it as "content"."""
     texts: dict[str, str] = {}
     for key, value in {**read_json(directory / "special_tokens_map.json"), **tokenizer_config}.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -205,7 +206,7 @@ def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[s
 
 
 def _ids_of(token: str | None, directory: Path, tokenizer_config: dict[str, Any]) -> list[int]:
-    """The id of a special token, without building the tokenizer. Raises `ModelError` for entries that are none."""
+    """Return the ids of a special token, without building the tokenizer. Raises `ModelError` for wrong entries."""
     if token is None:
         return []
     listed = tokenizer_config.get("added_tokens_decoder")

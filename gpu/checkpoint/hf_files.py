@@ -1,9 +1,8 @@
 """JSON files and safetensors headers, read within bounds.
 
-The layout of a safetensors file (github.com/huggingface/safetensors): a u64 with the length of the header, the header
-as a JSON object of name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. Shapes
-are compared with the configuration before anything is allocated, and `gpu.weights` reads the tensors where they are
-said to lie.
+A safetensors file (github.com/huggingface/safetensors) has a u64 with the length of the header, the header as a JSON
+object of name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. Shapes are
+compared with the configuration before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class SafetensorsTensor:
-    """Where a tensor lies and what it is."""
+    """The shape, type and place of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # a key of `_ITEM_SIZES`
@@ -35,9 +34,9 @@ class SafetensorsTensor:
 
 
 def read_header(path: Path) -> dict[str, SafetensorsTensor]:
-    """Every tensor by its name. Raises `ModelError` for a header that is damaged or cannot be true."""
+    """Return every tensor by its name. Raises `ModelError` for a header that is damaged or contradicts the file."""
     if not path.is_file():
-        raise _refused(path, "it is not a file")  # opening a pipe would not end
+        raise _refused(path, "it is not a file")  # opening a pipe would block
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -60,7 +59,7 @@ def read_header(path: Path) -> dict[str, SafetensorsTensor]:
 
 
 def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
-    """Where a tensor's data begins and ends, and its name."""
+    """Return the begin and end of a tensor's data, and its name. Raises `ModelError`."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _refused(path, f"tensor {shown(name)} must have dtype, shape and data_offsets, got {shown(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -101,23 +100,22 @@ def _refused(path: Path, what: str) -> ModelError:
 
 
 # ------------------------------------------------------------------------------------------------------------ json file
-# The JSON files of a Hugging Face directory, within bounds.
 
 
-# In bytes. Parsed, a file takes ten times its size and more. The largest tokenizer.json there are have 33 MB, and
+# In bytes. A parsed file takes ten times its size and more. The largest known tokenizer.json has 33 MB, and
 # tokenizer_config.json may name every added token; all other files have a few KB.
 MAX_JSON = 64 * 2**20
 MAX_TOKENIZER_CONFIG = 8 * 2**20
 _MAX_SMALL_JSON = 2**20
-_MOST_CONTAINERS = 2**20  # objects and arrays: half a million merges are the most there are
+_MOST_CONTAINERS = 2**20  # objects and arrays; the largest known file has half a million merges
 
 
 def read_text(path: Path, limit: int) -> str:
-    """A file of up to `limit` bytes of UTF-8. Raises `ModelError`, and FileNotFoundError if there is none."""
+    """Return the text of a file of up to `limit` bytes of UTF-8. Raises `ModelError` and FileNotFoundError."""
     try:
         size = path.stat().st_size
         if not path.is_file():
-            raise ModelError(f"{path} is not a file.")  # reading a pipe would not end
+            raise ModelError(f"{path} is not a file.")  # reading a pipe would block
         if size > limit:
             raise ModelError(f"{path} has {size:,} bytes; up to {limit:,} are allowed.")
         return path.read_text(encoding="utf-8")
@@ -128,7 +126,7 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_json(path: Path, limit: int = _MAX_SMALL_JSON) -> dict[str, Any]:
-    """A JSON object, or an empty one if there is no such file. Raises `ModelError` if it is anything else."""
+    """Return the JSON object in a file, an empty one if there is no such file. Raises `ModelError`."""
     try:
         text = read_text(path, limit)
     except FileNotFoundError:
@@ -137,7 +135,7 @@ def read_json(path: Path, limit: int = _MAX_SMALL_JSON) -> dict[str, Any]:
 
 
 def parse_object(text: str, source: str) -> dict[str, Any]:
-    """`text` as an object whose keys occur once. Raises `ModelError`."""
+    """Parse a JSON object. Raises `ModelError`, also for a key that occurs twice."""
     if text.count("{") + text.count("[") > _MOST_CONTAINERS:
         raise ModelError(f"{source} cannot be read: it has more than {_MOST_CONTAINERS:,} objects and arrays.")
     try:
@@ -152,7 +150,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that occurs twice each reader takes another value, so that nobody knows what was checked."""
+    """Refuse a key that occurs twice, because readers differ in the value that they take."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

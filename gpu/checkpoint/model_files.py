@@ -19,10 +19,9 @@ from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.hf_files import read_header
 
 # ----------------------------------------------------------------------------------------------------- default sampling
-# What a model's authors recommend to sample with, for requests that leave it open.
-#
-# The names are those that vLLM takes of generation_config.json, and those that llama.cpp's converter gives them in
-# GGUF's metadata. A value that no request could ask for is passed over with a warning: it harms only who relies on it.
+# The sampling that a model's authors recommend, for parameters that a request leaves open. The names are those that
+# vLLM reads from generation_config.json, and those of llama.cpp's converter in GGUF's metadata. A value that no request
+# may have is ignored with a warning.
 
 
 logger = logging.getLogger(__name__)
@@ -39,11 +38,11 @@ GGUF_KEYS = {
 }
 
 Sampling = Mapping[str, float]
-"""By the names of `SamplingParams`, in their ranges; what is left open is not there."""
+"""Values by the names of `SamplingParams`, in their ranges."""
 
 
 def default_sampling(find: Callable[[str], Any], keys: Mapping[str, str], source: str) -> Sampling:
-    """What `find` gives for the keys of a file, `source`, by the names of `SamplingParams`."""
+    """Return the values that `find` has for the keys of a file, by the names of `SamplingParams`."""
     sampling: dict[str, float] = {}
     for key, name in keys.items():
         value = find(key)
@@ -58,25 +57,25 @@ def default_sampling(find: Callable[[str], Any], keys: Mapping[str, str], source
         except ModelError as error:
             logger.warning("%s This recommendation for sampling is ignored.", error)
         else:
-            # GGUF keeps 32 bits: 0.95 would be told as 0.949999988079071.
+            # GGUF has 32 bits: 0.95 would be shown as 0.949999988079071.
             sampling[name] = number if isinstance(number, int) else float(f"{number:.7g}")
     return sampling
 
 
 # --------------------------------------------------------------------------------------------------------------- digest
-# A digest of a model as it lies on disk, from little enough of it that it costs milliseconds.
 
 
-SAMPLES = 64  # of each file, evenly spread, its beginning and its end among them
+SAMPLES = 64  # of each file, evenly spread, with its beginning and its end
 SAMPLE_BYTES = 4096
 
 
 def model_digest(files: ModelFiles) -> bytes:
-    """32 bytes, the same wherever the same files lie; random weights have that of their configuration and seed.
+    """Return 32 bytes that identify the model's files, or the configuration and seed of random weights, in
+    milliseconds.
 
-    Each tensor is sampled, so a file in which one tensor was changed has another digest. Files of equal sizes that
-    differ only between the samples have the same digest. Fine-tuning and quantizing change nearly every byte of a
-    tensor, so only a deliberate change goes unseen; and only values that clients are shown rely on the digest.
+    Each tensor is sampled, so a file with one changed tensor has another digest. Files that differ only between the
+    samples have the same one. Fine-tuning and quantizing change nearly every byte of a tensor, so only a deliberate
+    change is missed; the digest is used only in values shown to clients.
     """
     found = hashlib.blake2b(digest_size=32)
     found.update(repr((files.config, files.chat_template, sorted(files.special_tokens.items()))).encode())
@@ -103,18 +102,14 @@ def _middles(files: ModelFiles, path: Path) -> list[int]:
 
 
 def weight_paths(files: ModelFiles) -> tuple[Path, ...]:
-    """The files that the weights lie in, none for random ones."""
+    """Return the files of the weights, none for random ones."""
     if files.tensors is None:
         return ()
     return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)
 
 
-# ------------------------------------------------------------------------------------------------------------- progress
-# How slow steps report how far they are.
-
-
 class Progress(Protocol):
-    """A callable that is told about slow steps. It is called from the thread that does the work, and must be quick."""
+    """A callback for the progress of slow work. It is called by the thread that does the work, and must be quick."""
 
     def __call__(self, phase: str, done: int, total: int | None) -> None:
         """`phase` is a short sentence for people, such as "Loading weights".
@@ -126,25 +121,20 @@ class Progress(Protocol):
 
 
 def no_progress(phase: str, done: int, total: int | None) -> None:
-    """The `Progress` of callers who do not want to know."""
-
-
-# ---------------------------------------------------------------------------------------------------------- model files
+    """A `Progress` that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """One opened model, whatever kind of file it came from. Made by `gpu.checkpoint.open_model`.
+    """One opened model, from any kind of file. Made by `gpu.checkpoint.open_model`. Thread-safe: nothing changes after
+    it was opened, except that the tokenizer is built once."""
 
-    Safe to share between threads: nothing here changes after it was opened, except that the tokenizer is built once.
-    """
-
-    name: str  # what clients may call it: the alias, the file's stem, the directory's name or the repository id
+    name: str  # for clients: the alias, the file's stem, the directory's name or the repository id
     config: ModelConfig
     chat_template: str | None  # Jinja source; None for base models
-    special_tokens: dict[str, str]  # what templates expect: "bos_token", "eos_token", ... to the token's text
+    special_tokens: dict[str, str]  # variables of templates: "bos_token", "eos_token", ... to the token's text
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
-    # Where the weights lie, for `gpu.weights`: a GGUF file, or safetensors. None: nowhere, random ones are made.
+    # The files of the weights, for `gpu.weights`: a GGUF file, or safetensors. None: random weights are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
     seed: int = 0  # of random weights
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
@@ -154,7 +144,7 @@ class ModelFiles:
 
     @cached_property
     def sampling(self) -> Sampling:
-        """What the authors recommend for what a request leaves open."""
+        """The authors' recommendation for parameters that a request leaves open."""
         return self.load_sampling()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""From a model's name or path to opened files, from the hub if need be."""
+"""Open a model by its name or path, and fetch it from the hub if necessary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_model(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ModelFiles:
-    """Find `model`, fetching it if need be, and read all of it but the weights. Blocks; call it off the event loop.
+    """Find `model`, fetch it if necessary, and read all of it except the weights. Blocks; call it off the event loop.
 
     `model` is the embedded model's alias, a .gguf file, a Hugging Face directory, or a hub repository id with an
     optional "@revision"; what exists on disk wins over the hub. `cache_dir` is where the embedded model is kept
@@ -52,7 +52,7 @@ def open_model(
 
 
 def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress) -> ModelFiles:
-    # Here, because the server answers before it needs them: the gguf library alone takes 0.05 s to import.
+    # Imported here, because the server answers before it needs them, and they take time to import.
     from gpu.checkpoint.gguf_model import open_gguf
     from gpu.checkpoint.hf_directory import open_hf_directory
 
@@ -73,20 +73,19 @@ def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress
 
 
 # ------------------------------------------------------------------------------------------------------------------ hub
-# Fetching a repository of the Hugging Face hub. The hub's library is imported only when it is needed.
 
 
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
-# A repository's folders hold other formats of the same model, except the folders of modules.json, whose names begin
+# A repository's folders hold other formats of the same model, except the folders of modules.json, which begin
 # with a number. Mistral's "consolidated" files repeat its weights.
 _IGNORED = ["[!0-9]*/*", "*/*.safetensors", "consolidated*"]
 
 
 def fetch_from_hub(repo_id: str, revision: str | None, *, with_weights: bool, progress: Progress = no_progress) -> Path:
-    """Download what is missing of a repository and return its directory in Hugging Face's cache.
+    """Download the missing files of a repository and return its directory in Hugging Face's cache.
 
-    Only safetensors, JSON and Jinja files are fetched: pickled weights are never touched. Without a network an earlier
-    download is used. Raises `ModelError`.
+    Only safetensors, JSON and Jinja files are fetched, never pickled weights. Without a network an earlier download is
+    used. Raises `ModelError`.
     """
     from huggingface_hub import errors, snapshot_download
 
@@ -112,7 +111,7 @@ def fetch_from_hub(repo_id: str, revision: str | None, *, with_weights: bool, pr
         raise ModelError(
             f"The repository {repo_id} has no revision {revision!r}; leave '@...' out for the newest."
         ) from error
-    except Exception as error:  # the hub's library lets through whatever its HTTP client of the day raises
+    except Exception as error:  # the hub's library passes on any error of its HTTP client
         raise ModelError(
             f"The repository {repo_id} cannot be fetched from the hub and is not in the local cache "
             f"({type(error).__name__}). Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a local directory."
@@ -121,10 +120,10 @@ def fetch_from_hub(repo_id: str, revision: str | None, *, with_weights: bool, pr
 
 
 def _reporting_to(progress: Progress) -> type[tqdm[Any]]:
-    """A tqdm class that draws nothing and tells `progress` the bytes of its bars.
+    """Return a tqdm class that draws nothing and reports the bytes of its bars to `progress`.
 
-    The hub's library draws one bar for what came over the network and one for what lies on disk, where it fetches
-    deduplicated chunks: the one that is ahead counts.
+    For deduplicated chunks the hub's library has a bar for received bytes and one for bytes on disk: the one that is
+    ahead counts.
     """
     from tqdm.auto import tqdm
 

@@ -21,7 +21,7 @@ from gpu.checkpoint.gguf_file import MXFP4_DOUBLED, TENSOR_TYPES, QuantizedRows,
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# Of a model that sees images too, whose text part is served: what it sees them by, and how the rest is called.
+# Tensors of a vision model, which are skipped, and the prefix of its text part, which is served.
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
@@ -44,7 +44,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """As `tensor_shapes`, of a model or of what a rank has of one."""
+    """Return the shapes of `tensor_shapes` for a model's specification, or for a rank's part of one."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts_of(spec):
         shapes[part.weight_name] = part.shape
@@ -54,7 +54,7 @@ def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def text_name(name: str) -> str:
-    """What a tensor is called in a model of text alone."""
+    """Return the name of a tensor in a text model."""
     if _BARE.match(name):
         return f"model.{name}"
     return _OF_TEXT.sub("model.", name, count=1) if _OF_TEXT.match(name) else name
@@ -63,8 +63,8 @@ def text_name(name: str) -> str:
 def checked(
     weights: Iterable[tuple[str, W]], config: ModelConfig, *, source: str, spec: DecoderSpec | None = None
 ) -> Iterator[tuple[str, W]]:
-    """Pass on the weights that `config` calls for, or a rank's `spec` of it, each once and in its shape. Raises
-    `ModelError` at the end if they did not all come, or others did: it names what is wrong, all of it."""
+    """Yield the weights of `config`, or of a rank's `spec`, each once and in its shape. Raises `ModelError` at the end
+    with all that are missing, unknown, repeated or misshapen."""
     check = _Check(config, spec)
     for given, weight in weights:
         name = text_name(given)
@@ -74,10 +74,7 @@ def checked(
 
 
 def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConfig, *, source: str) -> None:
-    """Raise `ModelError` unless the tensors of a file are those that `config` calls for.
-
-    So what the configuration claims lies in the file in full, before memory is taken for any of it.
-    """
+    """Raise `ModelError` unless the tensors of a file are those of `config`, before memory is allocated for any."""
     check = _Check(config)
     for name, shape in found:
         check.takes(text_name(name), shape)
@@ -85,10 +82,8 @@ def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConf
 
 
 class _Check:
-    """What a model lacks, and what it has no place for.
-
-    A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.
-    """
+    """Collects the missing and the unknown tensors of a model. Unknown ones are refused, too: leaving out a bias would
+    change every token without an error."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec | None = None) -> None:
         self._config = config
@@ -133,7 +128,7 @@ class _Check:
 
 
 # --------------------------------------------------------------------------------------------------------------- stacks
-# Tensors of a Hugging Face checkpoint that hold the parts of many experts, taken apart as they are read.
+# Tensors of a Hugging Face checkpoint that hold the parts of many experts are split while they are read.
 #
 # MXFP4 (Open Compute Project, "Microscaling Formats"): blocks of 32 numbers of 4 bits, 1 for the sign, 2 for the
 # exponent and 1 for the mantissa, with a power of two as their scale.
@@ -145,7 +140,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class MXFP4Rows:
-    """Rows as such a checkpoint has them: views of the mapped file."""
+    """MXFP4 rows of a checkpoint: views of the mapped file."""
 
     blocks: NDArray[np.uint8]  # [rows, blocks, 16], the first of two numbers in the lower bits
     scales: NDArray[np.uint8]  # [rows, blocks], 127 more than the exponent of each
@@ -166,10 +161,9 @@ class MXFP4Rows:
 
 
 def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """The tensors of a checkpoint, each stack of them as views of its parts: arrays, or MXFP4Rows.
+    """Yield the tensors of a checkpoint, and for each stack views of its parts: arrays, or MXFP4Rows.
 
-    A stack of another number of parts, of another type or without its scales is passed on under its own name, which has
-    no place.
+    A stack with another number of parts, of another type or without its scales keeps its name, which the checks refuse.
     """
     stacks: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
@@ -193,7 +187,7 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
 
 
 def _parts(name: str, parts: list[Part], array: NDArray[Any], kind: str) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Of an array [experts, outputs, ...]"""
+    """Yield the parts of an array [experts, outputs, ...]."""
     if not _fits(parts, array):
         yield name, array
         return
@@ -219,14 +213,13 @@ def _fits(parts: list[Part], array: NDArray[Any]) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- slices
-# The part of a tensor that one rank of several has, taken out of the file without the rest being read.
 
 
 _TYPES = {tensor_type.name: tensor_type for tensor_type in TENSOR_TYPES}
 
 
 def ranges_of(spec: DecoderSpec) -> dict[str, Ranges | None]:
-    """Which range of each dimension of every tensor `spec` has, by the tensor's Hugging Face name; None: all of it."""
+    """Return the ranges of `spec` in every tensor, by the tensor's Hugging Face name; None: all of it."""
     ranges: dict[str, Ranges | None] = {}
     for part in parts_of(spec):
         ranges[part.weight_name] = part.ranges
@@ -236,7 +229,7 @@ def ranges_of(spec: DecoderSpec) -> dict[str, Ranges | None]:
 
 
 def sliced(weight: NDArray[Any] | QuantizedRows, ranges: Ranges | None) -> NDArray[Any] | QuantizedRows:
-    """These ranges of a tensor: a view, if they are whole quantization blocks; else float32 of just so many columns."""
+    """Return these ranges of a tensor: a view if they are whole quantization blocks, else float32."""
     if ranges is None:
         return weight
     index = tuple(slice(*bounds) for bounds in ranges)

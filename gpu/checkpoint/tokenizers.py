@@ -96,7 +96,7 @@ def _is_harmless(step: dict[str, Any]) -> bool:
 
 
 def check_steps(tokenizer: dict[str, Any], source: str) -> None:
-    """Raise `ModelError` for a tokenizer.json, parsed, whose steps or tokens are out of bounds."""
+    """Raise `ModelError` for a parsed tokenizer.json with steps or tokens out of bounds."""
     for sections in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
         growth = 1.0
         for section in sections:

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from gpu.attention import AttentionBackend, AttentionMetadata, FusedAttention
+from gpu.attention import AttentionBackend, AttentionMetadata, TritonAttention
 from gpu.checkpoint.architecture import AttentionSpec, ClampedSwiGLUSpec, GeGLUSpec, Heads, MoESpec, SwiGLUSpec
-from gpu.kernels import Groups, combine, group_rows, grouped_linear, route
+from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route
 from gpu.models.layers import (
     Linear,
     Place,
     QKNorm,
     Rotation,
     RowLinear,
-    WeightSlot,
-    clamped_swiglu,
     gelu_and_mul,
     rotate_,
     silu_and_mul,
@@ -28,23 +26,22 @@ ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.g
 
 
 def exchanges(num_tokens: int, size: int, top_k: int) -> bool:
-    """Whether so many ranks that have experts whole exchange the rows of a step, instead of adding up what each makes
-    of all.
+    """Return True if `size` ranks with whole experts exchange the rows of a step, instead of each computing its experts
+    for all rows and adding up the results.
 
-    Of n ranks one sends (n - 1) / n x (1 + 2 top_k / n) activations for each token, and for a sum 2 (n - 1) / n. A step
-    of few tokens is all latency, of which a sum has less: it is one collective, and asks the device for nothing.
+    For each token one of n ranks sends (n - 1) / n x (1 + 2 top_k / n) activations for an exchange, and 2 (n - 1) / n
+    for a sum. For few tokens latency decides, and a sum has less: it is one collective, and the host does not wait.
     """
     return num_tokens >= ALL_TO_ALL_TOKENS and size > 2 * top_k
 
 
 class MoE(nn.Module):
-    """The layer of a `MoESpec`. A token's result does not depend on what else is in the step, nor on who takes it.
+    """The layer of a `MoESpec`. A token's result depends neither on other tokens of the step nor on the rank.
 
-    Of several ranks each has some of the experts whole, or a part of each: it makes of every token what its own make of
-    it, and these are added up. Or, where that sends less (`exchanges`), it takes its share of the tokens, sends each to
-    the ranks that have its experts, and adds up what comes back as one rank would. How many rows go where is known when
-    they have been routed, so the host waits for it; in a CUDA graph every exchange would have to be padded to the most
-    there could be, all rows to one rank.
+    Each of several ranks has some whole experts, or a part of each. It computes its experts for all tokens, and the
+    results of all ranks are added up. If that sends more than an exchange (`exchanges`), it routes its share of the
+    tokens, sends each to the ranks with its experts, and adds up the returned rows in the order of a single rank. The
+    host waits for the routing to know the numbers of rows; a CUDA graph would need padding for all rows to one rank.
     """
 
     def __init__(self, spec: MoESpec, place: Place) -> None:
@@ -59,8 +56,8 @@ class MoE(nn.Module):
         self.gate_up_bias, self.down_bias = (
             place.parameter(count, size) if part.bias else None for part, size in biases
         )
-        # int64 [experts]: tokens that each has had, of all ranks. Those chosen in a step, int64 [T, top_k], are counted
-        # by whoever has all layers, unless they are None.
+        # int64 [experts]: the tokens of each expert, on all ranks. The decoder counts the chosen experts of a step,
+        # int64 [T, top_k], unless they are None.
         self.num_tokens = torch.zeros(spec.router.shape[0], dtype=torch.int64, device=place.device)
         self.chosen: torch.Tensor | None = None
         self._communicator = place.communicator
@@ -81,13 +78,13 @@ class MoE(nn.Module):
         return output
 
     def _experts(self, hidden: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """[T, hidden] -> [M, hidden], in the order of the pairs' numbers, zero for pairs of others' experts"""
+        """[T, hidden] -> [M, hidden], in the order of the pairs' numbers, zero for pairs of other ranks' experts"""
         inner = grouped_linear(hidden, self.gate_up, self.gate_up_bias, groups, gather=True)
         inner = silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
         return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
 
     def _exchanged(self, hidden: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-        """`forward`, by all-to-all."""
+        """Compute the layer as `forward` does, by all-to-all."""
         num_experts, top_k = self.spec.router.shape[0], self.spec.top_k
         tokens = [share(len(hidden), ranks.size, rank) for rank in range(ranks.size)]
         owned = [share(num_experts, ranks.size, rank) for rank in range(ranks.size)]
@@ -110,23 +107,23 @@ class MoE(nn.Module):
         size = hidden.shape[1]
         return ranks.all_gather(output, [(last - first) * size for first, last in tokens]).view(-1, size)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, network in enumerate(self.spec.experts):
             parts = network.gate, network.up, network.down
             weights = *self.gate_up[index].chunk(2), self.down[index]
             for part, weight in zip(parts, weights, strict=True):
-                yield part.weight_name, WeightSlot.into(weight)
+                yield part.weight_name, weight
             biases = (
                 *((None, None) if self.gate_up_bias is None else self.gate_up_bias[index].chunk(2)),
                 (None if self.down_bias is None else self.down_bias[index]),
             )
             for part, bias in zip(parts, biases, strict=True):
                 if bias is not None:
-                    yield f"{part.name}.bias", WeightSlot.into(bias)
+                    yield f"{part.name}.bias", bias
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
-# How tokens see each other: a class for each kind of `gpu.checkpoint.architecture`.
+# A class for each kind of attention of `gpu.checkpoint.architecture`.
 
 
 class SelfAttention(nn.Module):
@@ -136,9 +133,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads = spec.heads
         self.num_qk_heads = heads.query + heads.kv
-        self.backend = attention = backend(heads)
-        self.fused = attention if isinstance(attention, FusedAttention) else None
-        self.plain = None if isinstance(attention, FusedAttention) else attention
+        self.backend = backend(heads)
         self.qkv = Linear(*spec.qkv, place=place)
         self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, place)
         self.out = RowLinear(spec.out, place)
@@ -150,9 +145,9 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         heads = self.qkv(hidden).unflatten(-1, (-1, self.heads.dim))
-        if self.fused is not None:
+        if isinstance(self.backend, TritonAttention):
             norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-            output = self.fused.forward_fused(
+            output = self.backend.forward_fused(
                 heads, rotation.positions, rotation.table, norm, eps, kv_cache, metadata, self.sinks
             )
             return self.out(output.flatten(1))
@@ -161,19 +156,18 @@ class SelfAttention(nn.Module):
             qk = self.qk_norm(qk)
         rotate_(qk, *rotation.angles)
         query, key = qk[:, : self.heads.query], qk[:, self.heads.query :]
-        assert self.plain is not None
-        return self.out(self.plain.forward(query, key, value, kv_cache, metadata, self.sinks).flatten(1))
+        return self.out(self.backend.forward(query, key, value, kv_cache, metadata, self.sinks).flatten(1))
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.sinks is not None and self.spec.sinks is not None:
-            yield self.spec.sinks.weight_name, WeightSlot.into(self.sinks)
+            yield self.spec.sinks.weight_name, self.sinks
 
 
 ATTENTION: dict[type, type[SelfAttention]] = {AttentionSpec: SelfAttention}
 
 
 # --------------------------------------------------------------------------------------------------------- feed forward
-# What a layer does with each token by itself: a class for each kind of `gpu.checkpoint.architecture`.
+# A class for each kind of feed-forward network of `gpu.checkpoint.architecture`.
 
 
 class SwiGLU(nn.Module):
@@ -190,7 +184,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(SwiGLU):
-    """Gemma's: gelu, approximated by a tanh, instead of silu."""
+    """The gated network of Gemma: gelu, approximated by a tanh, instead of silu."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""

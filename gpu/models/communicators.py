@@ -1,9 +1,8 @@
 """Tensor ranks by torch.distributed, and tensors in shared memory.
 
-NCCL between several devices has never run here, for want of a machine with two; what is written for it is the same
-but for the backend's name. Its collectives may be captured in a CUDA graph. NCCL's own watchdog ends a rank that waits
-too long in an eager collective. It does not watch collectives of a replayed graph: there, only the end of another
-rank's process is noticed, by the driver.
+NCCL between several devices was never tested, for lack of such a machine; its code differs only in the backend's name.
+Its collectives may be captured in a CUDA graph. NCCL's own watchdog ends a rank that waits too long in an eager
+collective, but not in a replayed graph: there, only the driver notices the end of another rank's process.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from engine.errors import RankLost
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.sharding import Layout
 
-TIMEOUT = 60.0  # seconds: what a rank may be behind another, of which nobody has found that it is gone
+TIMEOUT = 60.0  # seconds that a rank may be behind another one
 
 
 class TorchCommunicator:
-    """A `gpu.sharding.Communicator`; there is one in a process."""
+    """A `gpu.sharding.Communicator` by torch.distributed, at most one in a process."""
 
     def __init__(self, store: Any, layout: Layout, device: torch.device | str, timeout: float = TIMEOUT) -> None:
-        """Waits for the others. `store` is a `torch.distributed.Store`, which all ranks of the world may share."""
+        """Wait for the other ranks. `store` is a `torch.distributed.Store`, which all ranks of the world may share."""
         self.rank, self.size = layout.tp_rank, layout.tensor_parallel_size
         self._rank_of_world = layout.rank
         with self._deadline():
@@ -66,14 +65,13 @@ class TorchCommunicator:
     def _deadline(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # of all kinds: a deadline, a connection that is closed
+        except RuntimeError as error:  # any failure: a deadline, a closed connection
             raise RankLost(self._rank_of_world, socket.gethostname(), "has waited in vain for another rank") from error
 
 
 # ------------------------------------------------------------------------------------------------------- shared tensors
-# The tensor ranks of one machine for torch on its CPU, over the shared memory of `gpu.cpu.communicator`.
-#
-# gloo's messages cost more than what most layers of a small model compute.
+# The tensor ranks of one machine for torch on its CPU, over the shared memory of `gpu.cpu.communicator`. Messages of
+# gloo take longer than most layers of a small model.
 
 
 class SharedTensors:
@@ -100,7 +98,7 @@ class SharedTensors:
         return torch.cat(shaped, dim=-1).to(tensor.dtype)
 
     def all_to_all(self, rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-        # All read what all have: that is memory which they share, and their number is small.
+        # Each rank reads all rows, which is cheap: they are in shared memory, and there are few ranks.
         width = rows.shape[1]
         gathered = self.all_gather(rows.flatten(), [sum(of_rank) * width for of_rank in sizes]).view(-1, width)
         parts = gathered.split([size for of_rank in sizes for size in of_rank])

@@ -1,7 +1,6 @@
-"""The decoder-only transformer, wired from the record of a family (`gpu.checkpoint.families.table`).
+"""The decoder-only transformer, made from the specification of a model (`gpu.checkpoint.architecture`).
 
-All tokens of a step lie one after the other in one dimension T, whatever request they belong to; only attention knows
-requests.
+The tokens of all requests of a step are in one dimension T; only attention distinguishes requests.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_cache import kv_layout
 from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
-from gpu.models.layers import Embedding, LMHead, Packs, Place, RMSNorm, RotaryEmbedding, Rotation, weight_slots
+from gpu.models.layers import Embedding, LMHead, Place, Product, RMSNorm, RotaryEmbedding, Rotation, weight_slots
 from gpu.sharding import Communicator, vocabulary
 
 T = TypeVar("T")
@@ -40,10 +39,9 @@ class CausalLM(nn.Module):
         spec: DecoderSpec | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        """`max_model_len` is the longest context that will be served, in tokens. `attention` makes a backend; layers of
-        equal heads share one. On the meta device nothing is allocated. `spec` is what a rank has of the model, cut by
-        inputs where that follows heads and inner features (`gpu.sharding`); the tensor ranks of its stage need a
-        `communicator`, and make every call together.
+        """`max_model_len` is the longest served context, in tokens. `attention` makes a backend; layers of equal heads
+        share one. On the meta device nothing is allocated. `spec` is a rank's part of the model, with partial sums
+        (`gpu.sharding`); the tensor ranks of its stage need a `communicator`, and make every call together.
 
         Raises ModelError for an architecture, a kind of layer or a rope scaling that is not implemented.
         """
@@ -59,14 +57,14 @@ class CausalLM(nn.Module):
             rope: RotaryEmbedding(config.head_dim, max_model_len, rope.theta, rope.scaling, place)
             for rope in dict.fromkeys(ropes)
         }
-        self._rotaries = [*rotaries.values()]  # in the order in which layers first want them
+        self._rotaries = [*rotaries.values()]  # in the order of their first use
         self._rotary_of = [list(rotaries).index(rope) for rope in ropes]  # each layer
         self.rotary, *others = self._rotaries
         self._others = nn.ModuleList(others)
         layers = [DecoderLayer(layer, attention, place) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
         self._mixtures = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoE)]
-        counts = [mixture.num_tokens for mixture in self._mixtures]  # of one family, so each layer has as many
+        counts = [mixture.num_tokens for mixture in self._mixtures]  # all layers have equally many experts
         self.tokens_of_experts = torch.stack(counts) if counts else torch.zeros(0, 0, device=device)
         for mixture, row in zip(self._mixtures, self.tokens_of_experts, strict=True):
             mixture.num_tokens = row
@@ -90,12 +88,10 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """One step: int64 [T] token ids and their positions -> final-normed hidden states [T, hidden].
 
-        A stage of a pipeline starts from the `residual` stream [T, hidden] of the stage before, which it overwrites; if
-        it is not the last, it returns its own.
-
-        Writes the keys and values of the T tokens to `kv_caches`, one for each slot of `gpu.kv_cache`, where the
-        metadata of the layer's group says.
-        `cancellation_check` is called before each layer, and may raise to end the pass.
+        A pipeline stage starts from the `residual` stream [T, hidden] of the stage before, which it overwrites; if it
+        is not the last, it returns its own. The keys and values of the T tokens are written to `kv_caches`, one for
+        each slot of `gpu.kv_cache`, at the places in the metadata of the layer's group. `cancellation_check` is called
+        before each layer, and may raise to end the pass.
         """
         if residual is None:
             assert self.embed_tokens is not None
@@ -113,7 +109,7 @@ class CausalLM(nn.Module):
         return self.norm(residual, delta)
 
     def _count_experts(self, slot_mapping: torch.Tensor) -> None:
-        """For all layers at once, so that it starts a few kernels a step. Padding is no token."""
+        """Count the tokens of experts for all layers at once, with a few kernels per step. Padding is not counted."""
         layers = [mixture.chosen for mixture in self._mixtures if mixture.chosen is not None]
         if not layers:
             return
@@ -122,17 +118,17 @@ class CausalLM(nn.Module):
         self.tokens_of_experts.scatter_add_(1, chosen, is_token.expand_as(chosen))
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every slot (`gpu.kv_cache`), in the layout of the attention backend."""
+        """Return the zeroed cache of every slot (`gpu.kv_cache`), in the layout of the attention backend."""
         backends = self._backends[: self._layout.num_slots]
         return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """The longest context that is served, in tokens, where it is not the one that the model was made for."""
+        """Set the longest served context, in tokens."""
         for rotary in self._rotaries:
             rotary.resize(max_model_len)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
+        """[R, hidden] -> [R, vocab]. Pass only rows that sample: this is the largest matrix of the model."""
         logits = self.own_logits(hidden)
         if self.communicator is None:
             return logits
@@ -147,13 +143,13 @@ class CausalLM(nn.Module):
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy and convert tensors under their Hugging Face names, one at a time, so that no more than one need be in
-        memory besides the model. Raises ModelError unless just the tensors of the configuration come."""
+        """Copy and convert tensors with their Hugging Face names, one at a time, so that memory needs to hold only one
+        besides the model. Raises ModelError if tensors of the configuration are missing, or others are there."""
         slots = weight_slots(self)
         for name, tensor in checked(weights, self.config, source="The checkpoint", spec=self.spec):
-            slots[name].load(tensor)
+            slots[name].copy_(tensor)
         for layer in self.modules():
-            if isinstance(layer, Packs):
+            if isinstance(layer, Product):
                 layer.pack()
 
 
@@ -180,8 +176,8 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """`residual` [T, hidden] is updated in place and lacks one contribution: `delta`, of the layer before. The
-        contribution of this layer is returned, so that the next norm adds and normalizes in one pass."""
+        """Add `delta`, the output of the layer before, to `residual` [T, hidden] in place. The output of this layer is
+        returned instead of added, so that the next norm adds and normalizes in one pass."""
         delta = self.attention(self.attention_norm(residual, delta), rotation, metadata, kv_cache)
         if self.attention_post_norm is not None:
             delta = self.attention_post_norm(delta)

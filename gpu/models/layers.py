@@ -1,15 +1,14 @@
 """Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
 
-Each layer is made from the parts of a model that it computes with (`gpu.checkpoint.architecture`), owns their
-parameters and loads them under their names, so that merging or packing weights never shows in a model file. A linear
-layer has `forward` and `weight_slots`; a packed, quantized or sharded one is another class with these two methods.
-Layers are for inference only: parameters are created empty and need no gradient, and the caller runs them under
-`torch.inference_mode()`. Operations that a kernel fuses are one call here too.
+1. A layer is made from parts of a model (`gpu.checkpoint.architecture`), and owns their parameters. `weight_slots` has
+   the tensors under their names in a checkpoint, whatever the layer merges or packs.
+2. Layers are for inference only: parameters are created empty and need no gradient, and the caller runs them under
+   `torch.inference_mode()`. Operations that a kernel fuses are one call here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -28,12 +27,12 @@ from gpu.sharding import Communicator
 
 
 class Product(nn.Module):
-    """A matrix, and how something is multiplied by it. Made by the layers that own one."""
+    """A matrix product. Layers derive from it."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self._packed: torch.Tensor | None = None  # instead of `weight` once it is loaded, where that is faster
+        self._packed: torch.Tensor | None = None  # replaces `weight` after loading if it is faster
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[R, in_features] -> [R, out_features]"""
@@ -42,17 +41,15 @@ class Product(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
+        """Pack the matrix if that is faster. Called once, when all weights of the model are loaded."""
         self._packed = pack(self.weight)
         if self._packed is not None:
             del self.weight
 
 
 class Linear(Product):
-    """One or several linear layers on the same input, as one matrix product.
-
-    The parts lie in the output in their order. One large product reads its input once and costs one launch instead of
-    three.
-    """
+    """One or several linear layers on the same input, as one matrix product, which reads its input once and needs one
+    launch. The output has those of the parts in their order."""
 
     def __init__(self, *parts: Part, place: Place) -> None:
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -61,17 +58,17 @@ class Linear(Product):
         )
         self.parts = parts
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         rows = [part.shape[0] for part in self.parts]
         for part, weight in zip(self.parts, self.weight.split(rows), strict=True):
-            yield part.weight_name, WeightSlot.into(weight)
+            yield part.weight_name, weight
         if self.bias is not None:
             for part, bias in zip(self.parts, self.bias.split(rows), strict=True):
-                yield f"{part.name}.bias", WeightSlot.into(bias)
+                yield f"{part.name}.bias", bias
 
 
 class RowLinear(Linear):
-    """A linear layer whose inputs lie on several ranks: each multiplies its own, and the products are added up."""
+    """A linear layer with inputs on several ranks: each multiplies its own, and the products are added up."""
 
     def __init__(self, part: Part, place: Place) -> None:
         super().__init__(part, place=place)
@@ -86,18 +83,15 @@ class RowLinear(Linear):
 
 
 # --------------------------------------------------------------------------------------------------------------- rotary
-# Rotary position embedding, by the angles of `gpu.rotary`.
-#
-# Imported by gpu.models. Angles depend on positions only, so all layers of a step share them. Pairs
-# are (i, i + head_dim / 2), the half-split order of Hugging Face checkpoints.
+# Rotary position embedding, by the angles of `gpu.rotary`. Angles depend on positions only, so all layers of a step
+# share them. Pairs are (i, i + head_dim / 2), the half-split order of Hugging Face checkpoints.
 
 
 class RotaryEmbedding(nn.Module):
     """The cosines and sines of every position below `max_positions`.
 
-    The table is made for the longest context that is served, not for the longest the checkpoint allows: at 128k
-    positions and 128 dimensions it is 64 MiB in bfloat16, at 8k it is 4 MiB. What is served is known when the KV
-    cache is, so `resize` makes the table anew.
+    The table is as long as the longest served context, not as the checkpoint allows: with 128 dimensions in bfloat16 it
+    takes 64 MiB for 128k positions, 4 MiB for 8k. That length depends on the KV cache, so `resize` makes a new table.
     """
 
     table: torch.Tensor
@@ -117,18 +111,18 @@ class RotaryEmbedding(nn.Module):
         self.table = torch.empty(2, max_positions, 2 * half, dtype=self.table.dtype, device=self.table.device)
         for positions, *parts in rotations(max_positions, *self._angles):
             cos, sin = (torch.from_numpy(part).to(self.table.device) for part in parts)
-            # The sign of the half-split rotation lies in the sine, so that it costs no operation per layer.
+            # The sines have the sign of the half-split rotation, which saves an operation per layer.
             self.table[0, positions, :half] = self.table[0, positions, half:] = cos
             self.table[1, positions, :half], self.table[1, positions, half:] = -sin, sin
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at these positions, int64 [T]."""
+        """Return the rotation of tokens at these positions, int64 [T]."""
         return Rotation(positions, self.table)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Of the T tokens of a step, for all layers."""
+    """The rotation of the T tokens of a step, shared by all layers."""
 
     positions: torch.Tensor  # int64 [T]
     table: torch.Tensor  # [2, max_positions, head_dim], cosines and signed sines
@@ -147,13 +141,11 @@ def rotate_(qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- norm
-# Root-mean-square normalization (Zhang and Sennrich, arXiv:1910.07467). Imported by gpu.models.
-#
-# Statistics are taken in float32 whatever the dtype of the input, as Hugging Face does.
+# Root-mean-square normalization (Zhang and Sennrich, arXiv:1910.07467), with statistics in float32 for any dtype.
 
 
 class RMSNorm(nn.Module):
-    """Normalizes the residual stream, and first adds to it what the last sublayer contributed."""
+    """Adds the last sublayer's output to the residual stream, and normalizes the sum."""
 
     def __init__(self, spec: RMSNormSpec, place: Place) -> None:
         super().__init__()
@@ -169,15 +161,13 @@ class RMSNorm(nn.Module):
             residual.add_(delta)
         return F.rms_norm(residual.to(self.weight.dtype), self.shape, self.weight, self.eps).to(residual.dtype)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield self.spec.weight.weight_name, WeightSlot.into(self.weight)
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield self.spec.weight.weight_name, self.weight
 
 
 class QKNorm(nn.Module):
-    """RMSNorm over each query and key head (Qwen3): one weight for all query heads, one for all key heads.
-
-    Queries and keys lie side by side in the merged projection, so one call takes both.
-    """
+    """RMSNorm over each query and key head (Qwen3): one weight for all query heads, one for all key heads. One call
+    normalizes both, since the merged projection has them in one tensor."""
 
     head_index: torch.Tensor
 
@@ -194,82 +184,54 @@ class QKNorm(nn.Module):
         normed = F.rms_norm(qk.to(self.weight.dtype), self.shape, None, self.eps)
         return normed.mul_(self.weight.index_select(0, self.head_index)).to(qk.dtype)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec, weight in zip(self.specs, self.weight, strict=True):
-            yield spec.weight.weight_name, WeightSlot.into(weight)
+            yield spec.weight.weight_name, weight
 
 
 def _dtype(spec: RMSNormSpec, place: Place) -> torch.dtype:
-    """Weights that are sums are kept as precise as they are computed."""
+    """Return float32 for weights that are sums (`Part.offset`), so that they are not rounded."""
     return torch.float32 if spec.weight.offset else place.dtype
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
-# The way of a checkpoint tensor into a layer. Implemented by the layers, walked by models.
-
-
-@dataclass(frozen=True)
-class WeightSlot:
-    """The place of one checkpoint tensor: the shape it must have, and how it is taken in.
-
-    `load` copies and converts dtype and device; it keeps no reference to the tensor. A layer that packs its weights
-    does so in its own `load`.
-    """
-
-    shape: tuple[int, ...]
-    load: Callable[[torch.Tensor], object]
-
-    @staticmethod
-    def into(target: torch.Tensor) -> WeightSlot:
-        """The slot of a tensor that is kept as it comes, in `target`: a parameter, or rows of a merged one."""
-        return WeightSlot(tuple(target.shape), target.copy_)
 
 
 @runtime_checkable
 class HoldsWeights(Protocol):
-    """A layer that takes tensors from a checkpoint."""
+    """A layer with weights from a checkpoint."""
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Everything that this layer holds, by the checkpoint's names."""
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a name in the checkpoint and the memory for that tensor: a parameter, or rows of a merged one."""
         ...
 
 
-@runtime_checkable
-class Packs(Protocol):
-    """A layer that keeps its weight in another form for computing."""
-
-    def pack(self) -> None:
-        """Called once, when all weights of the model are loaded."""
-        ...
-
-
-def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
-    """Every tensor that the model needs, by its checkpoint name."""
+def weight_slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the memory for every tensor of the model, by its name in a checkpoint."""
     layers = (layer for layer in model.modules() if isinstance(layer, HoldsWeights))
     return {name: slot for layer in layers for name, slot in layer.weight_slots()}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the weights of a model are: in which type, on which device, and who has the other parts of them."""
+    """The type and device of a model's weights, and the communicator to the ranks with the other parts."""
 
     dtype: torch.dtype
     device: torch.device | str
-    communicator: Communicator | None = None  # to the other tensor ranks; None: there are none
+    communicator: Communicator | None = None  # None: there are no other tensor ranks
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """An uninitialized weight: whatever loads the model writes all of it, so no time goes into random values."""
+        """Return an uninitialized weight. Loading the model writes all of it."""
         data = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return torch.nn.Parameter(data, requires_grad=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ embedding
-# The two ends of a model: token ids to vectors, and vectors to logits. Imported by gpu.models.
 
 
 class Embedding(nn.Module):
-    """One row per token of the vocabulary, times a scale, which is rounded to the dtype as Hugging Face does. Each
-    tensor rank has the rows of some tokens."""
+    """One row per token of the vocabulary, times a scale that is rounded to the dtype as Hugging Face does. Each tensor
+    rank has the rows of some tokens."""
 
     def __init__(self, part: Part, scale: float, place: Place) -> None:
         super().__init__()
@@ -281,7 +243,7 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, hidden], a new tensor"""
-        gather = gather_rows if on_triton(self.weight) else _embedding
+        gather = gather_rows if on_triton(self.weight) else torch.embedding
         if self._communicator is None:
             rows = gather(self.weight, input_ids)
         else:
@@ -291,17 +253,13 @@ class Embedding(nn.Module):
             self._communicator.all_reduce_(rows)
         return rows if self._scale is None else rows.mul_(self._scale)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield self.part.weight_name, WeightSlot.into(self.weight)
-
-
-def _embedding(weight: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    return F.embedding(input_ids, weight)
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield self.part.weight_name, self.weight
 
 
 class LMHead(Product):
-    """Scores each token of the vocabulary, or of this rank's part of it, [R, hidden] -> [R, vocab]; with its own
-    matrix, or with the embedding's where it has no `part`."""
+    """The logits of the vocabulary, or of this rank's part of it, [R, hidden] -> [R, vocab]. Without a `part`, the
+    matrix is the embedding's."""
 
     def __init__(self, part: Part | None, embedding: Embedding | None, place: Place) -> None:
         if part is not None:
@@ -311,13 +269,12 @@ class LMHead(Product):
             super().__init__(embedding.weight)
         self.part = part
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.part is not None:
-            yield self.part.weight_name, WeightSlot.into(self.weight)
+            yield self.part.weight_name, self.weight
 
 
 # ----------------------------------------------------------------------------------------------------------- activation
-# The gated activations of the feed-forward networks. Imported by gpu.models.
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -336,22 +293,15 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gpt-oss's (`gpu.checkpoint.architecture.ClampedSwiGLUSpec`): [T, 2 * n], gate first -> [T, n]"""
-    return kernels.clamped_swiglu(gate_up, alpha, limit)
-
-
 # --------------------------------------------------------------------------------------------------------------- packed
-# Matrices laid out for the processor once, when the model is loaded, instead of in every product. Imported by layers.
-#
-# oneDNN computes with weights in tiles of its own. Given a plain matrix it makes them anew for every call, which for
-# few rows takes as long as the product: a head of 49,152 x 576 in bfloat16 takes 6.9 ms plain and 4.2 ms packed for one
-# row on one core. The results are the same bits.
+# Matrices in oneDNN's own tiles. From a plain matrix it makes the tiles in every call, which for few rows takes as long
+# as the product: a head of 49,152 x 576 in bfloat16 takes 6.9 ms plain and 4.2 ms packed, for one row on one core. The
+# results are the same bits.
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """The packed form of a [out, in] matrix for `packed_linear`, or None where plain ones are as good: packing pays for
-    bfloat16 on a CPU that has instructions for it."""
+    """Return the packed form of an [out, in] matrix for `packed_linear`, None where it is not faster: packing pays for
+    bfloat16 on a CPU with instructions for it."""
     if (
         weight.device.type != "cpu"
         or weight.dtype != torch.bfloat16
@@ -363,6 +313,6 @@ def pack(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`: [..., in] -> [..., out]"""
+    """Compute `torch.nn.functional.linear` with a packed matrix: [..., in] -> [..., out]"""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product

@@ -1,7 +1,4 @@
-"""`CausalLM` as the worker and the host's runner want a model: numpy in, numpy out. And how one is loaded.
-
-Imported where torch computes: on CUDA, and on a CPU where the library of `gpu.cpu` does not.
-"""
+"""The model for the worker and the runner on the host, where torch computes: numpy in, numpy out. And its loading."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class TorchModel:
 
     @property
     def tokens_of_experts(self) -> list[NDArray[np.int64]]:
-        """Of each layer with experts: how many tokens each expert has had so far. Waits for the device."""
+        """The tokens that each expert has had so far, for each layer with experts. Waits for the device."""
         return list(self.model.tokens_of_experts.cpu().numpy())
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -101,7 +98,7 @@ class TorchModel:
 
 
 def use_threads(number: int) -> None:
-    """Set how many threads compute for the calling thread: torch keeps the number for each thread."""
+    """Set the number of threads that compute for the calling thread."""
     torch.set_num_threads(number)
 
 
@@ -117,7 +114,7 @@ def load_torch_model(
     spec: DecoderSpec | None = None,
     communicator: Communicator | SharedMemoryCommunicator | None = None,
 ) -> TorchModel:
-    """Build a model whose steps run on this thread, or on one that has called `use_threads`."""
+    """Build a model. Its steps run on this thread, or on one that has called `use_threads`."""
     use_threads(num_threads)
     # By default cuBLAS may add the parts of a long sum in 16 bits; all other code paths here use float32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -140,10 +137,10 @@ def load_torch_model(
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:
-    """The type of weights, activations and KV.
+    """Return the type of weights, activations and KV.
 
     "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if the processor has instructions for it, which halves
-    what each token reads, and float32 if not.
+    the bytes that each token reads, and float32 if not.
     """
     if name == "auto":
         if device == "cpu":

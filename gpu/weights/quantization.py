@@ -1,7 +1,7 @@
-"""The setting `quantization`: weights that a checkpoint has in full, rounded while they are read.
+"""The setting `quantization`: unquantized weights of a checkpoint are rounded while they are read.
 
-Blocks of 32 inputs get a scale each and become blocks of GGUF's: Q8_0 for int8, Q4_1 for int4, which the CPU library
-computes with as they are. Norms and biases stay as they come.
+Each block of 32 inputs gets a scale and becomes a block of GGUF's Q8_0 for int8, or Q4_1 for int4, with which the C++
+library computes. Norms and biases are not rounded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gpu.checkpoint.tensors import Weight
 from gpu.weights.reading import floats
 
 BLOCK = 32
-_AT_ONCE = 2**17  # weights, so that what is computed of them stays in the processor's cache
-_FITS = 3  # of scale and offset to what the last ones have rounded to; more change perplexity by a thousandth
+_AT_ONCE = 2**17  # weights, so that intermediate results stay in the processor's cache
+_FITS = 3  # times that scale and offset are fitted to the rounded numbers; more change perplexity by a thousandth
 
 Floats = NDArray[np.float32]
 
@@ -33,14 +33,13 @@ class _Form(NamedTuple):
 
 
 class Quantization:
-    """The rounding of one model's weights, and how far it has moved them."""
+    """The rounding of one model's weights, and its error."""
 
     def __init__(self, name: str, config: ModelConfig) -> None:
         """`name` is "int8" or "int4".
 
-        What perplexity is most sensitive to gets the next finer form. For int8 that are embedding and head, with which
-        SmolLM2's rises by 0.1 % instead of 0.3 %; for int4 also the matrices of keys and values, few weights where
-        heads share them: 11 % instead of 26 %.
+        The matrices that perplexity depends on most get the next finer form: for int8 embedding and head (SmolLM2's
+        perplexity rises by 0.1 % instead of 0.3 %), for int4 also keys and values (11 % instead of 26 %).
         """
         spec = spec_of(config)
         self.name = name
@@ -54,18 +53,17 @@ class Quantization:
 
     @property
     def relative_error(self) -> float:
-        """The root of the mean square error of all weights that were rounded, in terms of that of the weights."""
+        """The root mean square error of all rounded weights, divided by the root mean square of the weights."""
         return float(np.sqrt(self._squared_errors / self._squares)) if self._squares else 0.0
 
     def applied_to(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """The same weights, one at a time. Raises ConfigError for one that is quantized already."""
+        """Yield the weights, rounded, one at a time. Raises ConfigError for a weight that is already quantized."""
         for name, weight in weights:
             if isinstance(weight, QuantizedRows):
                 raise ConfigError(
                     "quantization",
                     self.name,
-                    allowed=f"it is for weights in 16 or 32 bits, and {name} of this model has {weight.type} already, "
-                    "which is kept as it is",
+                    allowed=f"it needs weights in 16 or 32 bits, and {name} of this model has {weight.type} already",
                     hint="quantization=none works",
                 )
             form = self._finer_form if name in self._finer else self._form
@@ -78,9 +76,9 @@ class Quantization:
         count = max(1, _AT_ONCE // cols)
         for start in range(0, rows, count):
             part = packed[start : start + count].reshape(-1, form.block_bytes)
-            # Side by side, the blocks' first weights, their second ones and so on: sums over a block are sums of rows.
+            # Transposed, with the i-th weights of all blocks in row i: sums over a block are sums of rows.
             numbers = np.ascontiguousarray(floats(weight[start : start + count]).reshape(-1, BLOCK).T)
-            with np.errstate(invalid="ignore", over="ignore"):  # what is not finite stays so
+            with np.errstate(invalid="ignore", over="ignore"):  # weights that are not finite stay so
                 fields, kept = form.round(numbers)
                 np.concatenate(fields, axis=1, out=part)
                 self._squared_errors += float(np.square(kept - numbers).sum())
@@ -89,7 +87,7 @@ class Quantization:
 
 
 def _round_to_q8_0(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
-    """A block is d q with q of -127 to 127."""
+    """Round blocks to d q with q from -127 to 127."""
     size = np.maximum(numbers.max(0), -numbers.min(0)) / np.float32(127)
     d = size.astype(np.float16)
     d = np.where(d < size, np.nextafter(d, np.float16(np.inf)), d)  # so that no q is beyond 127
@@ -99,10 +97,10 @@ def _round_to_q8_0(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
 
 
 def _round_to_q4_1(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
-    """A block is d q + m with q of 0 to 15.
+    """Round blocks to d q + m with q from 0 to 15.
 
-    From the least to the largest weight at first. Then d and m are those with the least square error for the q that
-    there are, and q those for d and m, in turn.
+    At first d and m span the range of the weights. Then in turn d and m are fitted to q with the least square error,
+    and q is rounded again for d and m.
     """
     least = numbers.min(0)
     d, m, q = _levels(numbers, (numbers.max(0) - least) / np.float32(15), least)
@@ -114,7 +112,7 @@ def _round_to_q4_1(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
 
 
 def _levels(numbers: Floats, d: Floats, m: Floats) -> tuple[NDArray[np.float16], NDArray[np.float16], Floats]:
-    """In which form d and m are kept, and the nearest q for them."""
+    """Return d and m in float16, and the nearest q for them."""
     kept_d, kept_m = d.astype(np.float16), m.astype(np.float16)
     step = kept_d.astype(np.float32)
     q = numbers - kept_m.astype(np.float32)
@@ -123,7 +121,7 @@ def _levels(numbers: Floats, d: Floats, m: Floats) -> tuple[NDArray[np.float16],
 
 
 def _fitted(numbers: Floats, q: Floats) -> tuple[Floats, Floats]:
-    """The line of least squares through the points (q, number) of each block."""
+    """Return slope and offset of the line of least squares through the points (q, number) of each block."""
     mean_q, mean = q.mean(0), numbers.mean(0)
     apart = q - mean_q
     spread = np.square(apart).sum(0)

@@ -24,19 +24,19 @@ from gpu.sharding import cut
 
 W = TypeVar("W", bound=Weight)
 
-MAPPED_AT_ONCE = 2**25  # bytes of a file that may be in this process's memory, besides the largest tensors
+MAPPED_AT_ONCE = 2**25  # bytes of a mapped file that may be in memory, besides the largest tensors
 
-# Of safetensors; bytes are of MXFP4 (`gpu.checkpoint.tensors`).
+# The types of safetensors; U8 is for MXFP4 (`gpu.checkpoint.tensors`).
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
 
 
 def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator[tuple[str, Weight]]:
-    """Yield every weight exactly once, in file order, under its Hugging Face name and in its row order. Of a rank's
-    `spec` (`gpu.sharding`) only its parts, and nothing else is read.
+    """Yield every weight once, in the order of the file, with its Hugging Face name and row order; for a rank's `spec`
+    (`gpu.sharding`) only its parts are read.
 
-    They are as the file has them, quantized or in its type. `lm_head.weight` is left out where the embedding is tied.
-    They may share memory with the mapped file: copy them, do not write to them. Raises `ModelError` for a tensor that
-    is missing, unknown, misshapen or of an unsupported type.
+    Weights are quantized or in the type of the file. `lm_head.weight` is left out if the embedding is tied. They may
+    share memory with the mapped file: do not write to them. Raises `ModelError` for a tensor that is missing, unknown,
+    misshapen or of an unsupported type.
     """
     spec = spec or spec_of(files.config)
     total = len(shapes_of(spec))
@@ -46,7 +46,7 @@ def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator
 
 
 def floats(weight: Weight) -> NDArray[np.float32]:
-    """The numbers, in memory that may be the weight's."""
+    """Return the numbers of a weight in float32. They may share its memory."""
     if isinstance(weight, QuantizedRows):
         return weight.dequantize()
     if weight.dtype == np.uint16:
@@ -83,7 +83,7 @@ def _numbers(name: str, weight: MXFP4Rows | NDArray[Any]) -> Weight:
 
 
 def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> Iterator[tuple[str, W]]:
-    """What is read of a mapped file, whose pages are let go now and then, and all of them at the end: else a model
+    """Yield the weights of a mapped file, and release its pages from time to time and at the end; otherwise the model
     would be in memory twice."""
     num_bytes = 0
     for name, weight in weights:
@@ -96,8 +96,7 @@ def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> 
 
 
 def _read_safetensors(paths: Iterable[Path]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Views of the mapped files, which stay mapped as long as they live, in the order in which they lie, so that a disk
-    reads on."""
+    """Yield views of the mapped files, in the order of the files, so that the disk reads sequentially."""
     for path in paths:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
@@ -111,10 +110,10 @@ def _tensors_in(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[An
 
 
 # ---------------------------------------------------------------------------------------------------------------- dummy
-# Random weights from a configuration alone, for benchmarks: the speed of a model without its download.
+# Random weights from a configuration, for benchmarks without a download.
 
 
-STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
+STANDARD_DEVIATION = 0.02  # of the supported architectures' initialization
 
 
 def dummy_weights(

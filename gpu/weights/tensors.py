@@ -19,10 +19,10 @@ def weights_of(
     files: ModelFiles, device: str = "cpu", spec: DecoderSpec | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of `gpu.weights.reading.read_weights` as tensors on `device`, in the dtype of the file, or in
-    float32 where the file is quantized.
+    float32 if it is quantized.
 
-    On the CPU they may share memory with the mapped file. On another device they come one at a
-    time, through two staging buffers, so that the host holds at most the largest of them besides the caller's.
+    On the CPU they may share memory with the mapped file. To another device they are copied one at a time, through two
+    staging buffers.
     """
     if device == "cpu":
         return as_tensors(read_weights(files, spec))
@@ -32,7 +32,7 @@ def weights_of(
 
 
 def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights, each a tensor: float32 where it was quantized."""
+    """Yield the weights as tensors; quantized ones become float32."""
     for name, weight in weights:
         yield name, weight if isinstance(weight, torch.Tensor) else _tensor(weight)
 
@@ -40,8 +40,8 @@ def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.
 def drawn_on(
     config: ModelConfig, device: str, spec: DecoderSpec | None = None, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gpu.weights.reading.dummy_weights`, but other values, drawn on the device: for a large model that takes a
-    second instead of minutes. Those of a rank are no parts of one rank's."""
+    """Yield random weights like `gpu.weights.reading.dummy_weights`, but drawn on the device: for a large model that
+    takes a second instead of minutes. The values differ, also between a rank's part and a whole tensor."""
     dtype = getattr(torch, config.torch_dtype)
     for name, shape in shapes_of(spec or spec_of(config)).items():
         tensor = torch.ones(shape, dtype=dtype, device=device)
@@ -60,25 +60,21 @@ def _tensor(weight: Weight) -> torch.Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- staging
-# The way of a checkpoint to the device, tensor by tensor, through a little pinned memory.
-#
-# Imported when weights are drawn.
-#
-# A copy from pageable memory (a mapped file) first goes through a buffer of the driver's, in small pieces and one after
-# the other. Here two pinned buffers take turns: while one is on its way to the device, the processor fills the other
-# from the file. So the host holds the page cache, which is not ours, and two buffers, never a second copy of the model;
-# and types are converted on the device.
+# A copy from pageable memory (a mapped file) goes through a buffer of the driver, in small parts and one after the
+# other. Here two pinned buffers take turns: while one is copied to the device, the processor fills the other from the
+# file. So the host needs two buffers besides the page cache, never a copy of the model. Types are converted on the
+# device.
 
 
-BUFFER_SIZE = 64 * 2**20  # bytes: large enough that what a copy costs besides its bytes does not matter
+BUFFER_SIZE = 64 * 2**20  # bytes: large enough that the fixed cost of a copy does not matter
 
 
 def to_device(
     weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, buffer_size: int = BUFFER_SIZE
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors on `device`, in their own dtype and contiguous. What is there already passes.
+    """Yield the tensors on `device`, in their own dtype and contiguous. Tensors that are there already are not copied.
 
-    The device is in the middle of copying a tensor when it is yielded: only work on its current stream may use it.
+    The device may still be copying a tensor when it is yielded: only work on its current stream may use it.
     """
     buffers = _Buffers(device, buffer_size)
     for name, tensor in weights:
@@ -86,18 +82,19 @@ def to_device(
 
 
 class _Buffers:
-    """Two buffers, and when the device is done with each. On a CPU, for tests, neither pinned nor waited for."""
+    """Two buffers, and the end of the device's copy from each. On a CPU, for tests, they are neither pinned nor waited
+    for."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._memory: list[torch.Tensor] = []  # made when first needed: many a device is the host
+        self._memory: list[torch.Tensor] = []  # allocated at first use
         self._copied: list[torch.cuda.Event] = []
         self._size = size
         self._turn = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` on the device, on its way there."""
+        """Begin to copy `tensor` to the device, and return the copy."""
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = tensor.contiguous().reshape(-1).view(torch.uint8)
         flat = target.reshape(-1).view(torch.uint8)

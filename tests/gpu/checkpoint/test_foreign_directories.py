@@ -291,13 +291,13 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a missing tensor": (with_header(lambda h: h.update({"x": h.pop(NORM)})), ["'x'", "with no place"]),
     "an index of a file elsewhere": (
         with_json(INDEX, weight_map={NORM: "../../x.safetensors"}),
-        ["to a file beside it"],
+        ["to a file of the same folder"],
     ),
-    "an index of an absolute path": (with_json(INDEX, weight_map={NORM: "/etc/passwd"}), ["to a file beside it"]),
-    "an index of a folder": (with_json(INDEX, weight_map={NORM: ".."}), ["to a file beside it"]),
-    "an index of a very long name": (with_json(INDEX, weight_map={NORM: "x" * 5000}), ["to a file beside it"]),
-    "an index with a null byte": (with_json(INDEX, weight_map={NORM: "a\0b"}), ["to a file beside it"]),
-    "an index that is a list": (with_json(INDEX, weight_map=[1]), ["to a file beside it"]),
+    "an index of an absolute path": (with_json(INDEX, weight_map={NORM: "/etc/passwd"}), ["to a file of the same folder"]),
+    "an index of a folder": (with_json(INDEX, weight_map={NORM: ".."}), ["to a file of the same folder"]),
+    "an index of a very long name": (with_json(INDEX, weight_map={NORM: "x" * 5000}), ["to a file of the same folder"]),
+    "an index with a null byte": (with_json(INDEX, weight_map={NORM: "a\0b"}), ["to a file of the same folder"]),
+    "an index that is a list": (with_json(INDEX, weight_map=[1]), ["to a file of the same folder"]),
     "an index of a missing file": (with_json(INDEX, weight_map={NORM: "b.safetensors"}), ["lacks b.safetensors"]),
 }
 

@@ -84,7 +84,7 @@ def test_a_packed_matrix_gives_what_the_plain_one_gives(num_rows, bias):
     layer = Linear(*parts, place=Place(torch.bfloat16, "cpu"))
     with torch.inference_mode():
         for _, slot in layer.weight_slots():
-            slot.load(torch.randn(slot.shape, generator=generator))
+            slot.copy_(torch.randn(slot.shape, generator=generator))
         x = torch.randn(num_rows, 72, generator=generator).bfloat16()
         plain = layer(x)
         layer.pack()

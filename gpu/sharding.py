@@ -19,16 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import ConfigError
-from gpu.checkpoint.architecture import (
-    AttentionSpec,
-    DecoderSpec,
-    GeGLUSpec,
-    LayerSpec,
-    MoESpec,
-    Part,
-    SwiGLUSpec,
-    parts_of,
-)
+from gpu.checkpoint import architecture
 from gpu.checkpoint.tensors import ranges_of, sliced, text_name
 
 if TYPE_CHECKING:
@@ -44,7 +35,7 @@ BLOCK = 32  # inputs that share a scale in most quantized types: cuts are betwee
 STEP_TOKENS = 8  # tokens of the steps for which stages are balanced
 
 
-def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
+def sharded(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) -> architecture.DecoderSpec:
     """Return this rank's part of a model: its tensors' shapes, and their ranges in the checkpoint's. With `gathers`,
     every matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
     if layout.world_size == 1:
@@ -62,9 +53,11 @@ def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
     )
 
 
-def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
+def check_cuts(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) -> None:
     """Raise the ConfigError of any rank, and one for expert parallelism of a model without experts."""
-    if layout.enable_expert_parallel and not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
+    if layout.enable_expert_parallel and not any(
+        isinstance(layer.feed_forward, architecture.MoESpec) for layer in spec.layers
+    ):
         raise ConfigError(
             "enable_expert_parallel",
             True,
@@ -75,7 +68,7 @@ def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
     sharded(spec, replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
 
 
-def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
+def cut(weights: Iterable[tuple[str, Weight]], spec: architecture.DecoderSpec) -> Iterator[tuple[str, Weight]]:
     """Yield the part that `spec` has of each of a model's weights. Weights that it has no part of are not read."""
     ranges = ranges_of(spec)
     for given, weight in weights:
@@ -84,7 +77,7 @@ def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tu
             yield name, sliced(weight, ranges[name])
 
 
-def stages(spec: DecoderSpec, count: int) -> list[Range]:
+def stages(spec: architecture.DecoderSpec, count: int) -> list[Range]:
     """Return the layers of each stage, at least one: the stage that reads the most weights in a step, including the
     head's, has as few as possible. (Of the embedding a step reads one row per token.) Raises ConfigError."""
     if count > len(spec.layers):
@@ -113,13 +106,13 @@ def stages(spec: DecoderSpec, count: int) -> list[Range]:
     return list(itertools.pairwise(places))
 
 
-def weights_read(layer: LayerSpec) -> int:
+def weights_read(layer: architecture.LayerSpec) -> int:
     """Return the weights of a layer that a step of `STEP_TOKENS` tokens reads; of experts, the expected number if each
     token goes to `top_k` random ones."""
-    network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in parts_of(layer))
-    if not isinstance(network, MoESpec):
+    network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in architecture.parts_of(layer))
+    if not isinstance(network, architecture.MoESpec):
         return weights
-    of_experts = sum(math.prod(part.shape) for part in parts_of(network.experts))
+    of_experts = sum(math.prod(part.shape) for part in architecture.parts_of(network.experts))
     return weights - round(of_experts * (1 - network.top_k / len(network.experts)) ** STEP_TOKENS)
 
 
@@ -132,7 +125,7 @@ class _Cutter:
     gathers: bool
     whole_experts: bool
 
-    def layer(self, layer: LayerSpec) -> LayerSpec:
+    def layer(self, layer: architecture.LayerSpec) -> architecture.LayerSpec:
         kind = type(layer.feed_forward)
         if kind not in FEED_FORWARD:
             raise ConfigError(
@@ -142,7 +135,7 @@ class _Cutter:
             layer, attention=self.attention(layer.attention), feed_forward=FEED_FORWARD[kind](self, layer.feed_forward)
         )
 
-    def attention(self, spec: AttentionSpec) -> AttentionSpec:
+    def attention(self, spec: architecture.AttentionSpec) -> architecture.AttentionSpec:
         queries, kv = self.heads(spec.heads.query, spec.heads.kv)
         dim = spec.heads.dim
         rows, kv_rows = (queries[0] * dim, queries[1] * dim), (kv[0] * dim, kv[1] * dim)
@@ -174,12 +167,12 @@ class _Cutter:
         first, last = share(group, end - begin, self.rank - begin)
         return (index * group + first, index * group + last), (index, index + 1)
 
-    def gated(self, spec: SwiGLUSpec) -> SwiGLUSpec:
+    def gated(self, spec: architecture.SwiGLUSpec) -> architecture.SwiGLUSpec:
         inner = self.features(spec.gate.shape[0], BLOCK if self.gathers else None)
         gate, up = outputs(spec.gate, inner), outputs(spec.up, inner)
         return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
 
-    def experts(self, spec: MoESpec) -> MoESpec:
+    def experts(self, spec: architecture.MoESpec) -> architecture.MoESpec:
         """Spread whole experts over the ranks; or, if that is not asked for and sums may be partial, cut each expert
         like a dense network. Every rank has the router."""
         if not (self.whole_experts or self.gathers):
@@ -194,14 +187,14 @@ class _Cutter:
         first, last = share(len(spec.experts), self.size, self.rank)
         return replace(spec, experts=spec.experts[first:last], first=first)
 
-    def after(self, part: Part, columns: Range) -> Part:
+    def after(self, part: architecture.Part, columns: Range) -> architecture.Part:
         """Cut a matrix behind heads or inner features; this rank computes `columns` of its inputs."""
         if self.gathers:
             return outputs(part, self.features(part.shape[0]))
         # Partial sums are added up, and only rank 0's has the bias.
         return _cut(replace(part, bias=part.bias and self.rank == 0), -1, columns)
 
-    def vocabulary(self, part: Part) -> Part:
+    def vocabulary(self, part: architecture.Part) -> architecture.Part:
         return outputs(part, vocabulary(part.shape[0], self.size)[self.rank])
 
     def features(self, size: int, unit: int | None = None) -> Range:
@@ -210,9 +203,9 @@ class _Cutter:
 
 # The cutter's method for each kind of feed-forward network.
 FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
-    SwiGLUSpec: _Cutter.gated,
-    GeGLUSpec: _Cutter.gated,
-    MoESpec: _Cutter.experts,
+    architecture.SwiGLUSpec: _Cutter.gated,
+    architecture.GeGLUSpec: _Cutter.gated,
+    architecture.MoESpec: _Cutter.experts,
 }
 
 
@@ -242,12 +235,12 @@ def vocabulary(size: int, ranks: int) -> list[Range]:
     return [features(size, ranks, rank) for rank in range(ranks)]
 
 
-def outputs(part: Part, rows: Range) -> Part:
+def outputs(part: architecture.Part, rows: Range) -> architecture.Part:
     """Cut a matrix to these outputs, or a vector to these elements, with their bias."""
     return _cut(part, 0, rows)
 
 
-def _cut(part: Part, dimension: int, bounds: Range) -> Part:
+def _cut(part: architecture.Part, dimension: int, bounds: Range) -> architecture.Part:
     ranges = list(part.ranges or ((0, size) for size in part.shape))
     if ranges[dimension] == bounds:
         return part

@@ -18,18 +18,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from gpu.checkpoint import hf_files
 from gpu.checkpoint.config import MAX_CHAT_TEMPLATE, ModelConfig, ModelError, check_chat_template, shown
 from gpu.checkpoint.embedder import Embedder, embedder_of_directory
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
-from gpu.checkpoint.hf_files import (
-    MAX_JSON,
-    MAX_TOKENIZER_CONFIG,
-    SafetensorsTensor,
-    parse_object,
-    read_header,
-    read_json,
-    read_text,
-)
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.tensors import check_shapes, text_name, unstacked
 from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors
@@ -59,20 +51,23 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         tensors = tuple(_weight_files(directory))
         _tokenizer_path(directory)
 
-    tokenizer_config = read_json(directory / "tokenizer_config.json", MAX_TOKENIZER_CONFIG)
+    tokenizer_config = hf_files.read_json(directory / "tokenizer_config.json", hf_files.MAX_TOKENIZER_CONFIG)
     special_tokens = _special_tokens(directory, tokenizer_config)
     source = str(directory / "generation_config.json")
-    generation_config = read_json(directory / "generation_config.json")
+    generation_config = hf_files.read_json(directory / "generation_config.json")
     eos_token_ids = [
         *token_ids(generation_config, "eos_token_id", source=source),
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
-    config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
+    config = config_from_hf(
+        hf_files.read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name
+    )
     embedder = embedder_of_directory(directory, name)
     if tensors is not None:
         config = _with_head(config, embedder, tensors, source=name)
         headers = (
-            (text_name(key), each) for key, each in chain.from_iterable(read_header(path).items() for path in tensors)
+            (text_name(key), each)
+            for key, each in chain.from_iterable(hf_files.read_header(path).items() for path in tensors)
         )
         types = {"U8": np.uint8(0)}
         shapes = ((key, np.broadcast_to(types.get(each.dtype, np.float32(0)), each.shape)) for key, each in headers)
@@ -92,7 +87,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
 
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        shards = read_json(directory / _INDEX, MAX_JSON).get("weight_map")
+        shards = hf_files.read_json(directory / _INDEX, hf_files.MAX_JSON).get("weight_map")
         names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
         if not names or not all(_FILE_NAME.fullmatch(name) for name in names):
             raise ModelError(f"{directory / _INDEX} must map every tensor to a file of the same folder in weight_map.")
@@ -119,9 +114,9 @@ def _with_head(config: ModelConfig, embedder: Embedder, paths: tuple[Path, ...],
     transformers uses that matrix, too. If an embedding model was saved without its head, it is tied: no embedding
     needs a head, so sentence-transformers saves none.
     """
-    found: dict[str, tuple[Path, SafetensorsTensor]] = {}
+    found: dict[str, tuple[Path, hf_files.SafetensorsTensor]] = {}
     for path in paths if config.tie_word_embeddings or embedder.pooling is not None else ():
-        found |= {text_name(name): (path, tensor) for name, tensor in read_header(path).items()}
+        found |= {text_name(name): (path, tensor) for name, tensor in hf_files.read_header(path).items()}
     head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
     if head is None and embedding is not None and not config.tie_word_embeddings:
         logger.warning(
@@ -140,14 +135,14 @@ def _with_head(config: ModelConfig, embedder: Embedder, paths: tuple[Path, ...],
     return replace(config, tie_word_embeddings=False)
 
 
-def _is_same(one: tuple[Path, SafetensorsTensor], other: tuple[Path, SafetensorsTensor]) -> bool:
+def _is_same(one: tuple[Path, hf_files.SafetensorsTensor], other: tuple[Path, hf_files.SafetensorsTensor]) -> bool:
     """Return True if two tensors have one type, one shape and the same bytes."""
     if (one[1].shape, one[1].dtype) != (other[1].shape, other[1].dtype):
         return False
     return all(a == b for a, b in zip(_bytes_of(*one), _bytes_of(*other), strict=True))
 
 
-def _bytes_of(path: Path, tensor: SafetensorsTensor) -> Iterator[bytes]:
+def _bytes_of(path: Path, tensor: hf_files.SafetensorsTensor) -> Iterator[bytes]:
     left = tensor.num_bytes
     with path.open("rb") as file:
         file.seek(tensor.offset)
@@ -169,8 +164,8 @@ def _tokenizer_path(directory: Path) -> Path:
 def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = _tokenizer_path(directory)
     with tokenizer_errors(f"{path} cannot be read"):
-        text = read_text(path, MAX_JSON)
-        check_steps(parse_object(text, str(path)), str(path))
+        text = hf_files.read_text(path, hf_files.MAX_JSON)
+        check_steps(hf_files.parse_object(text, str(path)), str(path))
         tokenizer = Tokenizer.from_str(text)
         # Some were saved with the truncation and padding of their training, which would cut prompts silently.
         tokenizer.no_truncation()
@@ -185,8 +180,8 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
     named "default" is taken."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return read_text(path, MAX_CHAT_TEMPLATE)
-    template, source = read_json(directory / "chat_template.json").get("chat_template"), "chat_template.json"
+        return hf_files.read_text(path, MAX_CHAT_TEMPLATE)
+    template, source = hf_files.read_json(directory / "chat_template.json").get("chat_template"), "chat_template.json"
     if not template:
         template, source = tokenizer_config.get("chat_template"), "tokenizer_config.json"
     if isinstance(template, list):
@@ -198,7 +193,7 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
     """Return the text of every "..._token" in the tokenizer's files: a text, or an object with it as "content"."""
     texts: dict[str, str] = {}
-    for key, value in {**read_json(directory / "special_tokens_map.json"), **tokenizer_config}.items():
+    for key, value in {**hf_files.read_json(directory / "special_tokens_map.json"), **tokenizer_config}.items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             texts[key] = text
@@ -214,7 +209,7 @@ def _ids_of(token: str | None, directory: Path, tokenizer_config: dict[str, Any]
         entries = [(_number(number), entry) for number, entry in listed.items()]
         source = "added_tokens_decoder in tokenizer_config.json"
     else:
-        added = read_json(directory / "tokenizer.json", MAX_JSON).get("added_tokens") or []
+        added = hf_files.read_json(directory / "tokenizer.json", hf_files.MAX_JSON).get("added_tokens") or []
         if not isinstance(added, list):
             raise ModelError(f"{directory}: added_tokens in tokenizer.json must be an array, got {shown(added)}.")
         entries = [(entry.get("id") if isinstance(entry, dict) else None, entry) for entry in added]

@@ -10,16 +10,7 @@ from torch import nn
 from gpu.attention import AttentionBackend, AttentionMetadata, TritonAttention
 from gpu.checkpoint.architecture import AttentionSpec, ClampedSwiGLUSpec, GeGLUSpec, Heads, MoESpec, SwiGLUSpec
 from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route
-from gpu.models.layers import (
-    Linear,
-    Place,
-    QKNorm,
-    Rotation,
-    RowLinear,
-    gelu_and_mul,
-    rotate_,
-    silu_and_mul,
-)
+from gpu.models import layers
 from gpu.sharding import Communicator, share
 
 ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.graphs`)
@@ -44,10 +35,10 @@ class MoE(nn.Module):
     host waits for the routing to know the numbers of rows; a CUDA graph would need padding for all rows to one rank.
     """
 
-    def __init__(self, spec: MoESpec, place: Place) -> None:
+    def __init__(self, spec: MoESpec, place: layers.Place) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Linear(spec.router, place=place)
+        self.router = layers.Linear(spec.router, place=place)
         network, count = spec.experts[0], len(spec.experts)
         inner, hidden = network.gate.shape
         self.gate_up = place.parameter(count, 2 * inner, hidden)
@@ -80,7 +71,7 @@ class MoE(nn.Module):
     def _experts(self, hidden: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[T, hidden] -> [M, hidden], in the order of the pairs' numbers, zero for pairs of other ranks' experts"""
         inner = grouped_linear(hidden, self.gate_up, self.gate_up_bias, groups, gather=True)
-        inner = silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
+        inner = layers.silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
         return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
 
     def _exchanged(self, hidden: torch.Tensor, ranks: Communicator) -> torch.Tensor:
@@ -129,19 +120,19 @@ class MoE(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, spec: AttentionSpec, backend: Callable[[Heads], AttentionBackend], place: Place) -> None:
+    def __init__(self, spec: AttentionSpec, backend: Callable[[Heads], AttentionBackend], place: layers.Place) -> None:
         super().__init__()
         self.heads = heads = spec.heads
         self.num_qk_heads = heads.query + heads.kv
         self.backend = backend(heads)
-        self.qkv = Linear(*spec.qkv, place=place)
-        self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, place)
-        self.out = RowLinear(spec.out, place)
+        self.qkv = layers.Linear(*spec.qkv, place=place)
+        self.qk_norm = None if spec.qk_norm is None else layers.QKNorm(spec.qk_norm, heads, place)
+        self.out = layers.RowLinear(spec.out, place)
         self.spec = spec
         self.sinks = None if spec.sinks is None else place.parameter(heads.query, dtype=torch.float32)
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
+        self, hidden: torch.Tensor, rotation: layers.Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         heads = self.qkv(hidden).unflatten(-1, (-1, self.heads.dim))
@@ -154,7 +145,7 @@ class SelfAttention(nn.Module):
         qk, value = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        rotate_(qk, *rotation.angles)
+        layers.rotate_(qk, *rotation.angles)
         query, key = qk[:, : self.heads.query], qk[:, self.heads.query :]
         return self.out(self.backend.forward(query, key, value, kv_cache, metadata, self.sinks).flatten(1))
 
@@ -173,14 +164,14 @@ ATTENTION: dict[type, type[SelfAttention]] = {AttentionSpec: SelfAttention}
 class SwiGLU(nn.Module):
     """The gated network of Llama (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, spec: SwiGLUSpec, place: Place) -> None:
+    def __init__(self, spec: SwiGLUSpec, place: layers.Place) -> None:
         super().__init__()
-        self.gate_up = Linear(spec.gate, spec.up, place=place)
-        self.down = RowLinear(spec.down, place)
+        self.gate_up = layers.Linear(spec.gate, spec.up, place=place)
+        self.down = layers.RowLinear(spec.down, place)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        return self.down(silu_and_mul(self.gate_up(hidden)))
+        return self.down(layers.silu_and_mul(self.gate_up(hidden)))
 
 
 class GeGLU(SwiGLU):
@@ -188,7 +179,7 @@ class GeGLU(SwiGLU):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        return self.down(gelu_and_mul(self.gate_up(hidden)))
+        return self.down(layers.gelu_and_mul(self.gate_up(hidden)))
 
 
 FEED_FORWARD: dict[type, Callable[..., SwiGLU | MoE]] = {SwiGLUSpec: SwiGLU, GeGLUSpec: GeGLU, MoESpec: MoE}

@@ -33,25 +33,8 @@ from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import Progress
 from gpu.host import usable_cores
 from gpu.model_loader import resolve_device
+from gpu.parallel import messages
 from gpu.parallel.links import LONGEST_MESSAGE, RingWriter, link_bytes
-from gpu.parallel.messages import (
-    Answer,
-    CacheSize,
-    Call,
-    Down,
-    ExpertTokens,
-    Failed,
-    Group,
-    Loaded,
-    LoadProgress,
-    Masks,
-    Output,
-    RankSetup,
-    Step,
-    Up,
-    decode_up,
-    encode,
-)
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 
@@ -128,7 +111,7 @@ class MultiprocExecutor:
         self._ring = self._make_ring(world_size)
         self._steps: deque[int] = deque()  # submitted and not waited for, oldest first
         self._masks: dict[int, MasksHandle] = {}  # by step, not yet sent to the ranks
-        self._ended: dict[int, tuple[RankProcess, Output | Failed]] = {}
+        self._ended: dict[int, tuple[RankProcess, messages.Output | messages.Failed]] = {}
         self._failed: deque[int] = deque(maxlen=16)  # the latest failed steps
         self._sampled: dict[int, list[list[int]] | None] = {}  # tokens not yet sent to earlier stages
         self._new_experts: dict[int, list[list[int]]] = {}  # the latest counts, by the first rank of the stage
@@ -175,7 +158,7 @@ class MultiprocExecutor:
             raise EngineDead("the executor has been shut down")
         self._num_submitted += 1
         sampled, self._sampled = self._sampled, {}
-        self._write(Step(self._num_submitted, plan, sampled))
+        self._write(messages.Step(self._num_submitted, plan, sampled))
         self._steps.append(self._num_submitted)
         if plan.masks is not None:
             self._masks[self._num_submitted] = plan.masks
@@ -219,8 +202,8 @@ class MultiprocExecutor:
         self._num_steps += 1
         rank, ended = self._ended.pop(number)
         if self._layout.pipeline_parallel_size > 1:
-            self._sampled[number] = ended.output.sampled_token_ids if isinstance(ended, Output) else None
-        if isinstance(ended, Output):
+            self._sampled[number] = ended.output.sampled_token_ids if isinstance(ended, messages.Output) else None
+        if isinstance(ended, messages.Output):
             return ended.output
         self._failed.append(number)
         self._wait_all_failed(rank, ended.error.kind)
@@ -235,13 +218,13 @@ class MultiprocExecutor:
                 self._lose(rank.index, f"has failed in a step that other ranks had begun: {kind}")
             self._receive(0.001)
 
-    def _write(self, message: Down) -> None:
+    def _write(self, message: messages.Down) -> None:
         """Send a message to all ranks. While there is no room, receive their messages, or they might stop reading."""
-        self._ring.write(encode(message), lambda: self._receive(0.0))
+        self._ring.write(messages.encode(message), lambda: self._receive(0.0))
 
     def _write_masks(self, number: int) -> None:
         if (masks := self._masks.pop(number, None)) is not None:
-            self._write(Masks.of(number, masks))
+            self._write(messages.Masks.of(number, masks))
 
     def _receive(self, timeout: float | None) -> None:
         """Process the messages that are there; wait up to `timeout` seconds for the first. Raises RankLost."""
@@ -249,24 +232,24 @@ class MultiprocExecutor:
         for rank, message in self._messages(timeout):
             self._take(rank, message)
 
-    def _take(self, rank: RankProcess, message: Up) -> None:
+    def _take(self, rank: RankProcess, message: messages.Up) -> None:
         match message:
-            case Output(step) if step in self._steps:
+            case messages.Output(step) if step in self._steps:
                 self._ended.setdefault(step, (rank, message))
-            case ExpertTokens(tokens):
+            case messages.ExpertTokens(tokens):
                 self._new_experts[rank.index] = tokens
                 if len(self._new_experts) == self._layout.pipeline_parallel_size:
                     stages, self._new_experts = sorted(self._new_experts.items()), {}
                     self._tokens_of_experts = [layer for _, layers in stages for layer in layers]
-            case Failed(step) if step in self._steps:
+            case messages.Failed(step) if step in self._steps:
                 earlier = self._ended.get(step)
-                if earlier is None or isinstance(earlier[1], Output) or rank.index < earlier[0].index:
+                if earlier is None or isinstance(earlier[1], messages.Output) or rank.index < earlier[0].index:
                     self._ended[step] = rank, message
-            case Failed(step, error) if step not in self._failed:
+            case messages.Failed(step, error) if step not in self._failed:
                 self._lose(rank.index, f"has failed in a step that other ranks have finished: {error.kind}")
 
-    def _messages(self, timeout: float | None) -> list[tuple[RankProcess, Up]]:
-        came: list[tuple[RankProcess, Up]] = []
+    def _messages(self, timeout: float | None) -> list[tuple[RankProcess, messages.Up]]:
+        came: list[tuple[RankProcess, messages.Up]] = []
         for descriptor, _ in self._poll.poll(None if timeout is None else timeout * 1000):
             rank = self._ranks_by_descriptor[descriptor]
             try:
@@ -283,8 +266,8 @@ class MultiprocExecutor:
             return [None] * len(self._ranks)
         for number in [*self._masks]:  # ranks read no other message before they have these
             self._write_masks(number)
-        self._write(Call(name))
-        answers = self._from_each(Answer, self._take)
+        self._write(messages.Call(name))
+        answers = self._from_each(messages.Answer, self._take)
         for answer in answers:
             if answer.error is not None:
                 raise answer.error.error()
@@ -292,18 +275,18 @@ class MultiprocExecutor:
 
     # --- loading and losing
 
-    def _load(self, progress: Progress) -> Loaded:
-        def report(rank: RankProcess, message: Up) -> None:
+    def _load(self, progress: Progress) -> messages.Loaded:
+        def report(rank: RankProcess, message: messages.Up) -> None:
             match message:
-                case LoadProgress(phase, done, total) if rank.index == 0:
+                case messages.LoadProgress(phase, done, total) if rank.index == 0:
                     progress(phase, done, total)
-                case Failed(error=error):
+                case messages.Failed(error=error):
                     raise error.error()
 
-        sizes = self._from_each(CacheSize, report)
+        sizes = self._from_each(messages.CacheSize, report)
         num_blocks, max_model_len = min(each.num_blocks for each in sizes), min(each.max_model_len for each in sizes)
-        self._write(CacheSize(num_blocks, max_model_len, sum(each.bytes_per_block for each in sizes)))
-        return self._from_each(Loaded, report)[-1]
+        self._write(messages.CacheSize(num_blocks, max_model_len, sum(each.bytes_per_block for each in sizes)))
+        return self._from_each(messages.Loaded, report)[-1]
 
     # A subclass with ranks on other machines overrides the next three.
 
@@ -324,7 +307,7 @@ class MultiprocExecutor:
     def _host_of(self, index: int) -> str:
         return socket.gethostname()
 
-    def _from_each(self, kind: type[Any], other: Callable[[RankProcess, Up], None]) -> list[Any]:
+    def _from_each(self, kind: type[Any], other: Callable[[RankProcess, messages.Up], None]) -> list[Any]:
         """Wait for a message of this kind from each rank, and return them by rank. `other` takes other messages."""
         found: dict[int, Any] = {}
         while len(found) < len(self._ranks):
@@ -386,7 +369,7 @@ class Shared:
 
 def _setup(
     model: dict[str, Any], options: WorkerOptions, layout: Layout, shared: Shared, ring: RingWriter
-) -> RankSetup:
+) -> messages.RankSetup:
     """Return the first message to a rank, with its share of the machine."""
     size, stage = layout.world_size, layout.pp_rank
     own: dict[str, Any] = {"kv_cache_memory": options.kv_cache_memory and options.kv_cache_memory // size}
@@ -396,7 +379,7 @@ def _setup(
     elif size > 1:
         own["device"] = f"cuda:{layout.rank}"
     writes = layout.tp_rank == 0 and not layout.is_last_stage
-    return RankSetup(
+    return messages.RankSetup(
         layout=layout,
         **model,
         options=asdict(replace(options, **own)),
@@ -408,8 +391,8 @@ def _setup(
     )
 
 
-def _group(ring: RingWriter) -> Group:
-    return Group(ring.memory, ring.wakers)
+def _group(ring: RingWriter) -> messages.Group:
+    return messages.Group(ring.memory, ring.wakers)
 
 
 # ----------------------------------------------------------------------------------------------------------- rank child
@@ -421,7 +404,7 @@ class RankChild:
     A thread waits until the process ends or a signal stops it, which counts as an end, then calls `on_end(index, why)`.
     """
 
-    def __init__(self, index: int, module: str, setup: RankSetup, on_end: Callable[[int, str], None]) -> None:
+    def __init__(self, index: int, module: str, setup: messages.RankSetup, on_end: Callable[[int, str], None]) -> None:
         self.index = index
         self._on_end = on_end
         ours, theirs = socket.socketpair()
@@ -445,10 +428,10 @@ class RankChild:
         """See the function `seconds_without_a_core`."""
         return seconds_without_a_core(self.pid)
 
-    def receive(self) -> Up:
+    def receive(self) -> messages.Up:
         """Wait for the rank's next message. Raises EOFError when the process has ended."""
         try:
-            return decode_up(self.connection.recv_bytes(LONGEST_MESSAGE))
+            return messages.decode_up(self.connection.recv_bytes(LONGEST_MESSAGE))
         except OSError as error:  # the connection was reset, or a message was cut off
             raise EOFError from error
 

@@ -12,21 +12,8 @@ from engine.executor import STEPS_BETWEEN_EXPERT_LOADS, StepHandle
 from engine.plan import TokenMasks
 from gpu.executor import device_name
 from gpu.kv_cache import KVCacheSize
+from gpu.parallel import messages
 from gpu.parallel.links import StageLink
-from gpu.parallel.messages import (
-    Answer,
-    CacheSize,
-    Call,
-    Down,
-    ExpertTokens,
-    Failed,
-    Loaded,
-    Masks,
-    Output,
-    Step,
-    Up,
-    down_decoder,
-)
 from gpu.runner.host_runner import ModelRunner
 from gpu.runner.runner import FinishedStep
 from gpu.sharding import Layout
@@ -58,23 +45,25 @@ class Inbox(Protocol):
 class Rank:
     """Executes its driver's messages. `send` sends to the driver. `link` is needed if there are several stages."""
 
-    def __init__(self, layout: Layout, inbox: Inbox, send: Callable[[Up], None], link: StageLink | None = None) -> None:
+    def __init__(
+        self, layout: Layout, inbox: Inbox, send: Callable[[messages.Up], None], link: StageLink | None = None
+    ) -> None:
         self._layout = layout
         self.link = link
         self._unsampled: deque[int] = deque()  # steps that have run here, with tokens that the last stage samples
         self._inbox = inbox
         self._send = send
-        self._decode = down_decoder(lambda: _MasksToCome(self))
-        self._waiting: deque[Down] = deque()  # read while a step waited for its masks
+        self._decode = messages.down_decoder(lambda: _MasksToCome(self))
+        self._waiting: deque[messages.Down] = deque()  # read while a step waited for its masks
         self._in_flight: deque[tuple[int, StepHandle]] = deque()
         self._profile: WorkerProfile | None = None
         self._step = 0
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:
         """Return the KV cache that all ranks can have, with the `bytes_per_block` of all of them together."""
-        self._send(CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
+        self._send(messages.CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
         agreed = self._next()
-        assert isinstance(agreed, CacheSize)
+        assert isinstance(agreed, messages.CacheSize)
         return replace(
             size,
             num_blocks=agreed.num_blocks,
@@ -87,7 +76,7 @@ class Rank:
         """Send `Loaded`, then execute the driver's messages until the process ends."""
         size = worker.kv_cache_size
         self._send(
-            Loaded(
+            messages.Loaded(
                 num_blocks=size.num_blocks,
                 block_size=size.block_size,
                 vocab_size=vocab_size,
@@ -105,31 +94,31 @@ class Rank:
                 self._finish(worker)
                 continue
             match self._waiting.popleft() if self._waiting else self._next():
-                case Step() as step:
+                case messages.Step() as step:
                     self._submit(worker, step, abort_checks)
-                case Call(name):
+                case messages.Call(name):
                     while self._in_flight:
                         self._finish(worker)
                     self._send(self._call(worker, name))
-                case Masks():  # of a step that failed before it asked for them
+                case messages.Masks():  # of a step that failed before it asked for them
                     pass
-                case CacheSize():
+                case messages.CacheSize():
                     raise ValueError("the size of the KV cache has been agreed upon")
 
     def masks(self) -> TokenMasks:
         """Wait for the masks of the running step. Other messages wait until it is over."""
         while True:
             message = self._next()
-            if isinstance(message, Masks):
+            if isinstance(message, messages.Masks):
                 if message.step == self._step:
                     return message.masks()
             else:
                 self._waiting.append(message)
 
-    def _next(self) -> Down:
+    def _next(self) -> messages.Down:
         return self._decode(self._inbox.read())
 
-    def _submit(self, worker: Worker, step: Step, abort_checks: AbortChecks) -> None:
+    def _submit(self, worker: Worker, step: messages.Step, abort_checks: AbortChecks) -> None:
         self._step = step.number
         if not self._layout.is_last_stage:
             self._record(worker, step)
@@ -147,7 +136,7 @@ class Rank:
                 self._unsampled.append(step.number)
         self._in_flight.append((self._step, handle))
 
-    def _record(self, worker: Worker, step: Step) -> None:
+    def _record(self, worker: Worker, step: messages.Step) -> None:
         """Record the tokens that the last stage sampled in earlier steps."""
         assert isinstance(worker.runner, ModelRunner)
         for number, sampled in sorted(step.sampled.items()):
@@ -158,27 +147,27 @@ class Rank:
     def _finish(self, worker: Worker) -> None:
         step, handle = self._in_flight.popleft()
         if step % STEPS_BETWEEN_EXPERT_LOADS == 0 and self._layout.tp_rank == 0:
-            self._send(ExpertTokens(worker.tokens_of_experts()))
+            self._send(messages.ExpertTokens(worker.tokens_of_experts()))
         try:
             output = handle.result()
             if self._layout.is_last_stage and self._layout.tp_rank == 0:
-                self._send(Output(step, output))
+                self._send(messages.Output(step, output))
         except Exception as error:
-            self._send(Failed(step, ErrorInWords.of(error)))
+            self._send(messages.Failed(step, ErrorInWords.of(error)))
         self._inbox.count_step()
 
-    def _call(self, worker: Worker, name: str) -> Answer:
+    def _call(self, worker: Worker, name: str) -> messages.Answer:
         try:
             if name == "prepare":
-                return Answer(worker.runner.prepare())
+                return messages.Answer(worker.runner.prepare())
             if name == "start_profile":
                 self._profile = worker.start_profile()
             elif name == "stop_profile" and self._profile is not None:
                 profile, self._profile = self._profile, None
-                return Answer(profile.stop())
+                return messages.Answer(profile.stop())
         except Exception as error:
-            return Answer(error=ErrorInWords.of(error))
-        return Answer()
+            return messages.Answer(error=ErrorInWords.of(error))
+        return messages.Answer()
 
 
 class _MasksToCome:

@@ -11,23 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpu.checkpoint.architecture import (
-    LLAMA_VALUES,
-    Architecture,
-    DecoderSpec,
-    GeGLUSpec,
-    LayerSpec,
-    Part,
-    RMSNormSpec,
-    Rope,
-    SwiGLUSpec,
-    llama_layer,
-)
+from gpu.checkpoint import architecture
 from gpu.checkpoint.config import HeaderField, ModelConfig
 
 _ACTIVATIONS = ("gelu_pytorch_tanh", None)
 _VALUES: Mapping[str, tuple[Any, ...]] = {
-    **LLAMA_VALUES,
+    **architecture.LLAMA_VALUES,
     "hidden_activation": _ACTIVATIONS,
     "hidden_act": _ACTIVATIONS,
     "use_bidirectional_attention": (False, None),
@@ -44,42 +33,44 @@ _CAP = replace(_SCALAR, null=0.0)
 _WINDOW_KEYS = frozenset({"sliding_window", "layer_types"})
 
 
-def _gemma_norm(norm: RMSNormSpec) -> RMSNormSpec:
+def _gemma_norm(norm: architecture.RMSNormSpec) -> architecture.RMSNormSpec:
     return replace(norm, weight=replace(norm.weight, offset=1.0))
 
 
-def _layer(config: ModelConfig, index: int, *, largest: int) -> LayerSpec:
+def _layer(config: ModelConfig, index: int, *, largest: int) -> architecture.LayerSpec:
     """Four norms by 1 + w, GeGLU, and a scale of scores from the configuration. GGUF files do not have the scale: it is
     that of the head's size, except for the model with `largest` layers, where it is the hidden size over the heads.
     """
-    layer, numbers = llama_layer(config, index), config.numbers
+    layer, numbers = architecture.llama_layer(config, index), config.numbers
     attention, inner = layer.attention, layer.feed_forward
-    assert isinstance(inner, SwiGLUSpec)
+    assert isinstance(inner, architecture.SwiGLUSpec)
 
-    def norm(name: str, gguf: str) -> RMSNormSpec:
-        part = Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,), offset=1.0)
-        return RMSNormSpec(part, config.rms_norm_eps)
+    def norm(name: str, gguf: str) -> architecture.RMSNormSpec:
+        part = architecture.Part(
+            f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,), offset=1.0
+        )
+        return architecture.RMSNormSpec(part, config.rms_norm_eps)
 
     by_layers = config.hidden_size / config.num_attention_heads if config.num_hidden_layers == largest else None
     scalar = numbers.get("query_pre_attn_scalar") or by_layers or config.head_dim
     heads = replace(attention.heads, scale=float(scalar) ** -0.5, softcap=numbers.get("attn_logit_softcapping") or None)
     is_local = heads.window is not None and "rope_local_base_freq" in numbers
-    return LayerSpec(
+    return architecture.LayerSpec(
         attention_norm=norm("input_layernorm", "attn_norm"),
         attention=replace(
             attention,
             heads=heads,
             qk_norm=attention.qk_norm and (_gemma_norm(attention.qk_norm[0]), _gemma_norm(attention.qk_norm[1])),
-            rope=Rope(numbers["rope_local_base_freq"]) if is_local else attention.rope,
+            rope=architecture.Rope(numbers["rope_local_base_freq"]) if is_local else attention.rope,
         ),
         attention_post_norm=norm("post_attention_layernorm", "post_attention_norm"),
         feed_forward_norm=norm("pre_feedforward_layernorm", "ffn_norm"),
-        feed_forward=GeGLUSpec(inner.gate, inner.up, inner.down),
+        feed_forward=architecture.GeGLUSpec(inner.gate, inner.up, inner.down),
         feed_forward_post_norm=norm("post_feedforward_layernorm", "post_ffw_norm"),
     )
 
 
-def _finish(spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
+def _finish(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture.DecoderSpec:
     return replace(
         spec,
         norm=spec.norm and _gemma_norm(spec.norm),
@@ -88,7 +79,7 @@ def _finish(spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
     )
 
 
-GEMMA2 = Architecture(
+GEMMA2 = architecture.Architecture(
     name="Gemma2ForCausalLM",
     model_type="gemma2",
     gguf="gemma2",
@@ -104,7 +95,7 @@ GEMMA2 = Architecture(
     layer=partial(_layer, largest=46),
     finish=_finish,
 )
-GEMMA3 = Architecture(
+GEMMA3 = architecture.Architecture(
     name="Gemma3ForCausalLM",
     model_type="gemma3_text",
     gguf="gemma3",

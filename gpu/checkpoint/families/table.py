@@ -5,28 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from gpu.checkpoint.architecture import (
-    LLAMA_VALUES,
-    Architecture,
-    DecoderSpec,
-    LayerSpec,
-    Part,
-    RMSNormSpec,
-    Stack,
-    llama_layer,
-    mixture_of_experts,
-)
+from gpu.checkpoint import architecture
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
 from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
 
 
-def _gpt_oss_layer(config: ModelConfig, index: int) -> LayerSpec:
+def _gpt_oss_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     """Checkpoints have the experts of a layer as one tensor, with rows of gate and up in turn, in bfloat16 or MXFP4."""
-    layer = llama_layer(config, index)
+    layer = architecture.llama_layer(config, index)
     attention, norm = layer.attention, layer.feed_forward_norm.weight
     in_hf, in_gguf = f"model.layers.{index}.self_attn.sinks", f"blk.{index}.attn_sinks"
-    sinks = Part(in_hf, in_gguf, (attention.heads.query,), suffix="")
-    experts = mixture_of_experts(
+    sinks = architecture.Part(in_hf, in_gguf, (attention.heads.query,), suffix="")
+    experts = architecture.mixture_of_experts(
         config,
         index,
         router="mlp.router",
@@ -34,21 +24,23 @@ def _gpt_oss_layer(config: ModelConfig, index: int) -> LayerSpec:
         normalized=True,
         bias=True,
         stacks=(
-            Stack("mlp.experts.gate_up_proj", 0, 2),
-            Stack("mlp.experts.gate_up_proj", 1, 2),
-            Stack("mlp.experts.down_proj"),
+            architecture.Stack("mlp.experts.gate_up_proj", 0, 2),
+            architecture.Stack("mlp.experts.gate_up_proj", 1, 2),
+            architecture.Stack("mlp.experts.down_proj"),
         ),
         clamp=(config.numbers["swiglu_alpha"], config.numbers["swiglu_limit"]),
     )
     return replace(
         layer,
         attention=replace(attention, sinks=sinks, out=replace(attention.out, bias=config.attention_bias)),
-        feed_forward_norm=RMSNormSpec(replace(norm, gguf=f"blk.{index}.post_attention_norm"), config.rms_norm_eps),
+        feed_forward_norm=architecture.RMSNormSpec(
+            replace(norm, gguf=f"blk.{index}.post_attention_norm"), config.rms_norm_eps
+        ),
         feed_forward=experts,
     )
 
 
-GPT_OSS = Architecture(
+GPT_OSS = architecture.Architecture(
     name="GptOssForCausalLM",
     gguf="gpt-oss",
     model_type="gpt_oss",
@@ -67,7 +59,7 @@ GPT_OSS = Architecture(
             "original_max_position_embeddings": 4096,
         },
     },
-    allowed_values={**LLAMA_VALUES, "attention_bias": (True, None), "sliding_window_pattern": (2, None)},
+    allowed_values={**architecture.LLAMA_VALUES, "attention_bias": (True, None), "sliding_window_pattern": (2, None)},
     attention_bias=True,
     numbers={
         "num_experts": EXPERTS,
@@ -84,11 +76,11 @@ GPT_OSS = Architecture(
 
 
 # Qwen 3 with experts, in all layers but those that a config.json names.
-def _qwen3_moe_layer(config: ModelConfig, index: int) -> LayerSpec:
-    layer = llama_layer(config, index)
+def _qwen3_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
+    layer = architecture.llama_layer(config, index)
     if index in config.dense_layers:
         return layer
-    experts = mixture_of_experts(
+    experts = architecture.mixture_of_experts(
         config,
         index,
         router="mlp.gate",
@@ -98,7 +90,7 @@ def _qwen3_moe_layer(config: ModelConfig, index: int) -> LayerSpec:
     return replace(layer, feed_forward=experts)
 
 
-QWEN3_MOE = Architecture(
+QWEN3_MOE = architecture.Architecture(
     name="Qwen3MoeForCausalLM",
     gguf="qwen3moe",
     model_type="qwen3_moe",
@@ -116,8 +108,8 @@ QWEN3_MOE = Architecture(
 
 
 # Mixtral: Mistral with experts in every layer. Its GGUF files call themselves llama.
-def _mixtral_layer(config: ModelConfig, index: int) -> LayerSpec:
-    experts = mixture_of_experts(
+def _mixtral_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
+    experts = architecture.mixture_of_experts(
         config,
         index,
         router="block_sparse_moe.gate",
@@ -125,10 +117,10 @@ def _mixtral_layer(config: ModelConfig, index: int) -> LayerSpec:
         inner=config.intermediate_size,
         normalized=True,
     )
-    return replace(llama_layer(config, index, gguf_heads=True), feed_forward=experts)
+    return replace(architecture.llama_layer(config, index, gguf_heads=True), feed_forward=experts)
 
 
-MIXTRAL = Architecture(
+MIXTRAL = architecture.Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -143,7 +135,7 @@ MIXTRAL = Architecture(
 WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 
-QWEN2 = Architecture(
+QWEN2 = architecture.Architecture(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
     gguf="qwen2",
@@ -155,7 +147,7 @@ QWEN2 = Architecture(
 
 
 # Qwen 3, with norms on queries and keys.
-QWEN3 = Architecture(
+QWEN3 = architecture.Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     gguf="qwen3",
@@ -167,17 +159,17 @@ QWEN3 = Architecture(
 
 
 # Llama, and the many that took over its shape: SmolLM2, TinyLlama, DeepSeek's distillates.
-LLAMA = Architecture(
+LLAMA = architecture.Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     gguf="llama",
     nullable=frozenset({"head_dim", "num_key_value_heads"}),
-    layer=partial(llama_layer, gguf_heads=True),
+    layer=partial(architecture.llama_layer, gguf_heads=True),
 )
 
 
 # Mistral, with a sliding window. Its GGUF files call themselves llama.
-MISTRAL = Architecture(
+MISTRAL = architecture.Architecture(
     name="MistralForCausalLM",
     model_type="mistral",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
@@ -187,11 +179,11 @@ MISTRAL = Architecture(
 
 
 _FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
-FAMILIES: dict[str, Architecture] = {family.name: family for family in _FAMILIES}
+FAMILIES: dict[str, architecture.Architecture] = {family.name: family for family in _FAMILIES}
 FAMILIES["Gemma3ForConditionalGeneration"] = GEMMA3  # only the text part is served
 
 
-def spec_of(config: ModelConfig) -> DecoderSpec:
+def spec_of(config: ModelConfig) -> architecture.DecoderSpec:
     """Return the specification of a model. Raises ModelError for an architecture that is not supported."""
     if config.architecture not in FAMILIES:
         raise ModelError(f"Architecture {config.architecture!r} is not supported; supported are {', '.join(FAMILIES)}.")

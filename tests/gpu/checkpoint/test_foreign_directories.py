@@ -293,7 +293,10 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         with_json(INDEX, weight_map={NORM: "../../x.safetensors"}),
         ["to a file of the same folder"],
     ),
-    "an index of an absolute path": (with_json(INDEX, weight_map={NORM: "/etc/passwd"}), ["to a file of the same folder"]),
+    "an index of an absolute path": (
+        with_json(INDEX, weight_map={NORM: "/etc/passwd"}),
+        ["to a file of the same folder"],
+    ),
     "an index of a folder": (with_json(INDEX, weight_map={NORM: ".."}), ["to a file of the same folder"]),
     "an index of a very long name": (with_json(INDEX, weight_map={NORM: "x" * 5000}), ["to a file of the same folder"]),
     "an index with a null byte": (with_json(INDEX, weight_map={NORM: "a\0b"}), ["to a file of the same folder"]),

@@ -1,4 +1,4 @@
-"""Loads of a simulation (`engine.simulation.simulation.Load`): the requests and their times."""
+"""Loads of a simulation (`engine.simulation.simulation.Workload`): the requests and their times."""
 
 from __future__ import annotations
 

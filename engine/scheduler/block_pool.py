@@ -30,9 +30,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._kept: set[int] = set()
-        self.on_removed: Callable[[int], None] | None = (
-            None  # is called with blocks whose content cannot be found any more
-        )
+        self.on_removed: Callable[[int], None] | None = None  # called with a block when its content leaves the index
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property

@@ -1,17 +1,14 @@
 """Allocation and sharing of blocks, and the events of the prefix cache.
 
-Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, the tenant, and
-the salt that a client may have sent. The hash is BLAKE2b keyed with a secret of this process, or of the directory that
-blocks are kept in, so nobody can compute a collision from outside (vLLM's CVE-2025-25183) and no tenant can probe what
-another has sent (CVE-2025-46570).
-
-Where the device computes a prompt's tokens otherwise than the same ones generated (`prompt_form_differs`), the hash
-also covers which of a block's tokens were generated. So an answer is computed once more as a part of the next turn's
-prompt, and a request's bits still do not depend on who was here before.
-
-A prefix is hit where every group of layers (`engine.plan`) has what the next token sees: all blocks of
-full groups, and the latest of those with a window. What a request has behind its windows is given back at once, and can
-be found until the block is used again.
+1. A block's hash covers its own tokens, all tokens before it, the tenant, and the client's salt. It is BLAKE2b keyed
+   with a secret of this process, or of the directory that blocks are kept in, so a collision cannot be computed from
+   outside (vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
+2. If the device computes a prompt's tokens in another form than generated ones (`prompt_form_differs`), the hash also
+   covers which of a block's tokens were generated. So an answer is computed again as a part of the next turn's prompt,
+   and a request's bits do not depend on the requests before it.
+3. A prefix is hit if every group of layers (`engine.plan`) has what the next token sees: all blocks of full groups, and
+   the latest ones of groups with a window. Blocks behind its windows are released at once, and can be found until they
+   are used again.
 """
 
 from __future__ import annotations
@@ -57,10 +54,12 @@ class KVCacheManager:
         self._has_windows = any(window is not None for window in windows)
         # A mark for each group, which separates its content from other groups' of the same tokens; the first has none.
         self.marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
-        kinds = {window is not None: [] for window in windows}  # type: dict[bool, list[bytes]]
-        for window, mark in zip(windows, self.marks, strict=True):
-            kinds[window is not None].append(mark)
-        self.marks_by_kind = list(kinds.items())  # marks of groups without a window, and of groups with one
+        marked = list(zip(windows, self.marks, strict=True))
+        # The marks of groups without a window, and of groups with one.
+        self.marks_by_kind = [
+            (kind, [mark for window, mark in marked if (window is not None) is kind])
+            for kind in dict.fromkeys(window is not None for window in windows)
+        ]
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self.facts = facts
@@ -98,7 +97,7 @@ class KVCacheManager:
             events.kv_events = self.events.take()
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The block table of the longest prefix of the request's tokens whose blocks are cached. Takes no references.
+        """Return the block table of the longest cached prefix of the request's tokens. Takes no references.
 
         At least one token is left to compute: without it there would be no logits to sample from. Groups with a window
         need only the blocks that the next token sees.
@@ -118,28 +117,24 @@ class KVCacheManager:
 
     def _find_in_groups(self, request: Request, limit: int) -> list[int]:
         # The cached blocks of each place, up to the first place where a group without a window lacks one.
-        rows: list[list[int]] = []
+        rows: list[list[int | None]] = []
         for index in range(limit):
             content = self.block_hash(request, index)
-            found = [self.pool.find(content + mark) for mark in self.marks]
-            row = [NO_BLOCK if block_id is None else block_id for block_id in found]
-            if any(
-                window is None and block_id == NO_BLOCK for window, block_id in zip(self._windows, row, strict=True)
-            ):
+            row = [self.pool.find(content + mark) for mark in self.marks]
+            if any(window is None and block_id is None for window, block_id in zip(self._windows, row, strict=True)):
                 break
             rows.append(row)
-        # Where a window's block is missing the prefix ends, and the windows of that end are looked for in turn.
+        # The prefix ends where a window's block is missing; then the windows of that end are searched.
         needs = self.needs(limit)
         length = index = len(rows)
         while index > max(0, length - max(needs)):
             index -= 1
             if any(
-                block_id == NO_BLOCK and index >= length - need
-                for block_id, need in zip(rows[index], needs, strict=True)
+                block_id is None and index >= length - need for block_id, need in zip(rows[index], needs, strict=True)
             ):
                 length = index
         return [
-            block_id if index >= length - need else NO_BLOCK
+            NO_BLOCK if block_id is None or index < length - need else block_id
             for index, row in enumerate(rows[:length])
             for block_id, need in zip(row, needs, strict=True)
         ]
@@ -285,12 +280,11 @@ class KVCacheManager:
 
 
 # --------------------------------------------------------------------------------------------------------- kv event log
-# What of the prefix cache is told to whoever chooses among several engines: chunks of blocks, as they come and go.
+# The changes of the prefix cache, as chunks of blocks, for a router that chooses among several engines.
 #
-# A chunk is told as stored when every block of it can be found, and as removed when one of them cannot any more. In
-# models with windows a chunk has two names: one for the groups that keep all tokens, one (`in_windows`) for those that
-# do not, whose blocks go sooner. Nothing is kept or computed until somebody has asked with `PublishKVEvents`. Owned by
-# the KVCacheManager, on the engine's thread.
+# A chunk is stored when all of its blocks can be found, and removed when one of them no longer can. In models with
+# windows a chunk has two names: one for the groups that keep all tokens, and one (`in_windows`) for those with windows,
+# which lose blocks sooner. Nothing is computed before a `PublishKVEvents`. Owned by the KVCacheManager.
 
 
 class KVEventLog:

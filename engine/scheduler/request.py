@@ -84,7 +84,7 @@ class Request:
     num_cached_tokens: int = 0
     num_overtaken: int = 0  # times that a shorter request of its tenant took a running slot before it
     num_preemptions: int = 0
-    num_prompt_logprobs: int = 0  # positions whose log-probabilities have been sent
+    num_prompt_logprobs: int = 0  # positions with log-probabilities that have been sent
     events: list[RequestEvent] = field(default_factory=list)  # not yet reported
     asked_tiers: bool = False  # the tiers have been searched for the blocks beyond its cached prefix
     load: Load | None = None  # that it waits for

@@ -165,8 +165,8 @@ class Scheduler:
         """Plan the next step. Each plan is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
         The plan may be made while the step before it is in flight (`engine/scheduler/steps.py`), or one step in each
-        pipeline stage. It then contains no request whose latest token must be known first, and may be empty although
-        there is work. `only` restricts the step to these requests.
+        pipeline stage. It then leaves out requests of which the latest token must be known first, and may be empty
+        although there is work. `only` restricts the step to these requests.
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
@@ -307,8 +307,8 @@ class Scheduler:
         for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True):
             request = self.requests.get(request_id)
             if request is not None:
-                # Drafts aside. One that was preempted since is as suspect as the others: it has to come past what it is
-                # known to hold.
+                # Without drafts. A request that was preempted since is as suspect as the others: it is cleared once it
+                # has computed all its known tokens.
                 end = request.num_computed_tokens + num_tokens if request_id in steps[0] else request.num_tokens
                 reach[request_id] = min(end, request.num_tokens)
         for request_id in dict.fromkeys(chain.from_iterable(steps)):
@@ -362,9 +362,9 @@ class Scheduler:
         for index, (request_id, num_scheduled, num_sampled, token_ids) in enumerate(scheduled):
             request = self.requests.get(request_id)
             if request is None or not (all_valid or request_id in valid):
-                # Failed a moment ago, or gone or preempted since it was planned. Its running slot was used all the
-                # same: if it were free, two tenants could take it from each other for ever, each before a step of it is
-                # accounted for.
+                # It failed just now, or ended or was preempted since it was planned. Its tenant pays for the running
+                # slot all the same: otherwise two tenants could take it from each other for ever, each before a step of
+                # the other's request is accounted for.
                 if num_scheduled > num_sampled:
                     self._prompt_tokens += num_scheduled
                 if request is not None:
@@ -424,7 +424,7 @@ class Scheduler:
 
     @staticmethod
     def _describe_end(request: Request, gain: EngineCoreOutput) -> None:
-        """Return how a request ended whose sampled token was the last one."""
+        """Add to a request's last output how the request ended."""
         if not request.generates:
             gain.new_token_ids = []
         gain.finish_reason = FINISH_REASONS[request.status]

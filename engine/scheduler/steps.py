@@ -73,33 +73,24 @@ class PlanDraft:
 
 
 # ------------------------------------------------------------------------------------------------------------ in flight
-# What has been planned and not yet accounted for.
+# Steps that were planned and are not accounted for yet. Owned by the Scheduler.
 #
-# With `pipeline_depth` 2 the next step is planned while the device still runs the one before it. Then a request's
-# latest token is not known here, but that does not matter: the device has it and feeds it back to itself. So the plan
-# may count it as there (a placeholder), and only what depends on the token's value waits until it is accounted for.
+# With `pipeline_depth` 2 the next step is planned while the device still runs the one before it. A request's latest
+# token is not known on the host then, but the device has it and feeds it back to itself. So the plan counts it as known
+# (a placeholder), and only what depends on the token's value waits until the step is accounted for. This is safe:
 #
-# What is true of a step in flight, and why nothing is corrupted by planning on top of it:
-#
-# - A request counts as computed (`num_computed_tokens`) what has been accounted for. What is in flight comes on top of
-#   it here.
-# - A step that may sample several tokens of a request is counted as if all of them came: blocks are there for the
-#   longest outcome, and a request that might be at its limit then is not planned until it is known. If fewer come, the
-#   device goes on where they end, because it knows; the plan on top of it says how many tokens are computed, not where.
-#   So nothing of that plan is wrong. When a step is accounted for, `num_computed_tokens` grows by what came and not by
-#   what was planned, which leaves whoever sampled one token behind. Blocks that were meant for more wait in its table.
-# - Blocks are published when they are accounted for, so nothing can be found that a failing step might never have
-#   computed, nor a block whose last tokens are not known yet.
-# - A request can end while a step that has it is in flight: the step computes one token for nobody, and what it says of
-#   that request is void. Its blocks are free at once, although that step may still write to one of them: whoever gets
-#   the block next is in a later plan, and plans are executed in order (on a device, one after the other on one stream),
-#   so the last to write is its new owner. The late write hits nothing that can be found in the prefix cache: it goes to
-#   a position behind everything that was accounted for the request, and so into a block that it had not published.
-# - Where a device has stages (`num_stages`), as many plans as those are on their way, each with other requests: whoever
-#   is about to sample is in no other plan.
-# - A request that is preempted loses what is in flight for it, and samples the same token again when it is resumed.
-#
-# Owned by the Scheduler.
+# - `num_computed_tokens` counts only accounted steps; tokens in flight are added to it here.
+# - A step that may sample several tokens of a request counts as if all of them came: there are blocks for the longest
+#   outcome, and a request that could reach its limit is not planned until the outcome is known. If fewer come, the
+#   device goes on where they end: a plan has numbers of tokens, not positions. Accounting adds what came, so the
+#   request is one token behind again, and its surplus blocks wait in its table.
+# - Blocks are published when they are accounted for, so the prefix cache never has a block that a failed step did not
+#   compute, or one with unknown tokens.
+# - A request can end while a step with it is in flight: the step's result for it is void. Its blocks are free at once,
+#   although the step may still write to one of them: plans are executed in order, so the block's next owner writes
+#   later. The late write goes behind everything that was accounted for, into a block that was not published.
+# - On a device with stages (`num_stages`) as many plans are in flight; a request about to sample is in only one.
+# - A preempted request loses what is in flight for it, and samples the same token again when it is resumed.
 
 
 _NOTHING = PlanDraft(0)  # never written to
@@ -116,9 +107,7 @@ class StepsInFlight:
 
     @property
     def latest(self) -> PlanDraft:
-        """The steps in flight while a plan is made: one at most, or on a device with pipeline stages all of them
-        together.
-        """
+        """The step in flight while a plan is made; with pipeline stages, the sum of all steps in flight."""
         if len(self._steps) > 1:
             together = PlanDraft(0)
             for step in self._steps:

@@ -29,13 +29,11 @@ class SimulatedStep:
 
 
 class CountingExecutor:
-    """An `engine.executor.Executor` whose n-th output token of a request is its `sampling.seed` + n.
+    """An `engine.executor.Executor` that returns `sampling.seed` + n as the n-th output token of a request.
 
-    So whoever gives each request numbers of its own knows its answer beforehand, and prefixes are found in the cache
-    where they would be found with real tokens.
-
-    Steps in a row that only decode can be one plan, which samples several tokens of each request: `foresee` says what
-    they take before it is made, and `ends` when each of them ends.
+    If each request has numbers of its own, its answer is known beforehand, and the prefix cache is hit as often as with
+    real tokens. Several steps that only decode can be one plan, which samples several tokens of each request: `foresee`
+    computes their ends before the plan is made, and `ends` has them afterwards.
     """
 
     def __init__(
@@ -61,11 +59,11 @@ class CountingExecutor:
         self._foreseen: list[float] = []
         self._busy_until = 0.0
         self._computed: dict[str, int] = {}  # tokens of each request that are computed
-        self._next: dict[str, int] = {}  # what each request says next
+        self._next: dict[str, int] = {}  # the next token of each request
 
     def foresee(self, num_rows: int, num_keys: int, most: int, horizon: float) -> int:
-        """How many steps, `most` at most, begin before the horizon if these rows decode from now on. The next plan has
-        to be just that."""
+        """Return how many steps, `most` at most, begin before the horizon if these rows decode from now on. The next
+        plan must consist of these steps."""
         ends, end = self._foreseen, max(self._busy_until, self._clock())
         while len(ends) < most and end < horizon:
             end += self.cost(StepLoad(num_rows, num_keys))
@@ -115,12 +113,8 @@ class CountingExecutor:
     def shutdown(self) -> None: ...
 
 
-# ---------------------------------------------------------------------------------------------------------------- clock
-# Time that passes only when somebody says so.
-
-
 class VirtualClock:
-    """An `engine.config.Clock` that stands still but for `sleep`, which returns at once. Not thread-safe."""
+    """An `engine.config.Clock` that only `sleep` moves, which returns at once. Not thread-safe."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -129,5 +123,4 @@ class VirtualClock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         self.now += max(0.0, seconds)

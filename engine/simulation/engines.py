@@ -1,4 +1,4 @@
-"""One engine or several behind their router, on virtual time: the cores themselves, and nothing around them."""
+"""One engine core, or several behind their router, on virtual time, without threads and processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MOST_AT_ONCE = 1000  # steps
 
 
 @dataclass(eq=False)
-class Replica:
-    """One engine, which has a clock of its own: its step takes it to the step's end at once."""
+class SimulatedEngine:
+    """One engine with a clock of its own: making a step moves the clock to the step's end at once."""
 
     index: int
     core: EngineCore
     executor: CountingExecutor
     clock: VirtualClock
     inbox: list[Command] = field(default_factory=list)  # carried out between two steps
-    outputs: EngineCoreOutputs | None = None  # of the step it is in, told when that ends
+    outputs: EngineCoreOutputs | None = None  # of the step that it is in
     leaps: bool = False
 
     def begin(self, now: float, horizon: float) -> None:
-        """Take what has arrived and make a step, if there is anything to do. Nothing arrives before the horizon, so
-        steps that begin before it can be made as one where it comes to the same."""
+        """Carry out the commands that have arrived and make a step, if there is work. Nothing arrives before the
+        horizon, so several steps that begin before it can be made as one, if the result is the same."""
         self.clock.now = now
         for command in self.inbox:
             self.core.carry_out(command)
@@ -47,8 +47,8 @@ class Replica:
             self.outputs = self.core.step()
 
     def _num_steps_at_once(self, horizon: float) -> int:
-        """For how many steps all that run decode, nobody starts, ends or is preempted before the last of them, and
-        nothing depends on the time."""
+        """Return for how many steps all running requests decode, while none starts, ends or is preempted before the
+        last of these steps and no deadline counts."""
         scheduler = self.core.scheduler
         running, kv = scheduler.running, scheduler.kv
         if not running or len(scheduler.shares.num_living) > 1:
@@ -67,45 +67,44 @@ class Replica:
 
 
 class Engines:
-    """As `engine.transport.data_parallel` has it, without threads and processes: `add` and `finish` are done at `now`,
-    `advance` ends the steps that are due next, `begin` begins the ones after them."""
+    """The engines and the router of `engine.transport.data_parallel`. `add` acts at `now`, `advance` ends the steps
+    that are due, and `begin` begins the next ones."""
 
     def __init__(
         self, make_core: MakeCore, size: int = 1, now: float = 0.0, *, leaps: bool = False, route: Route = "prefix"
     ) -> None:
-        """With `leaps`, one engine that makes a step at a time may make several at once where nothing can come between
-        them, which gives the same in a fraction of the time. Its core must not learn what steps cost."""
+        """Make `size` engines. `leaps` lets a single engine make several steps at once if nothing can come between
+        them, which gives the same results in a fraction of the time. Its core must not learn step costs."""
         self.now = now
         self.num_steps = 0  # that were begun
         clocks = [VirtualClock(now) for _ in range(size)]
-        self.replicas = [Replica(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
+        self.replicas = [SimulatedEngine(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
         for replica in self.replicas:
             replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
         core = self.replicas[0].core
         self._router = Router(size, core.config.max_num_seqs, route=route, key=b"simulated") if size > 1 else None
-        self._imbalances: list[float] = []  # the most by the mean uncached tokens, whenever a request came
+        self._imbalances: list[float] = []  # most uncached tokens of an engine / their mean, at each arrival
         if self._router is not None:
             self._router.describe(core.executor.block_size, core.config.facts.kv_windows)
             for replica in self.replicas:
                 self._router.set_costs(replica.index, replica.core.costs)
                 replica.core.carry_out(PublishKVEvents(self._router.key))
         self._alive = list(range(size))
-        self._owners: dict[str, tuple[Replica, EngineCoreRequest]] = {}  # of those that have not ended
-        self._ends: list[tuple[float, int]] = []  # of the steps that are being made, and whose they are: a heap
-        self._ready: set[int] = set()  # replicas that make no step and may have something to do
+        self._owners: dict[str, tuple[SimulatedEngine, EngineCoreRequest]] = {}  # of requests that have not ended
+        self._ends: list[tuple[float, int]] = []  # a heap: the end of each step in progress, and its replica
+        self._ready: set[int] = set()  # replicas that are in no step and may have work
 
     @property
     def due(self) -> float:
-        """When the next step ends; infinity if none is being made."""
+        """The end of the next step; infinity if there is none."""
         return self._ends[0][0] if self._ends else math.inf
 
     @property
     def num_living(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._owners)
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Run a request."""
         command = AddRequests.of([request])
         index = 0
         if self._router is not None:
@@ -120,21 +119,18 @@ class Engines:
             tokens = self._router.uncached_tokens
             self._imbalances.append(max(tokens) * len(tokens) / max(sum(tokens), 1))
         self._owners[request.request_id] = self.replicas[index], request
-        self._tell(self.replicas[index], command)
+        replica = self.replicas[index]
+        replica.inbox.append(command)
+        if replica.outputs is None:
+            self._ready.add(index)
 
     @property
     def imbalance(self) -> float:
-        """Uncached tokens in flight: the most that one engine has by the mean of all, on average over arrivals."""
+        """The most uncached tokens in flight of one engine divided by the mean of all, averaged over arrivals."""
         return sum(self._imbalances) / len(self._imbalances) if self._imbalances else 1.0
 
-    def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request from outside."""
-        owner = self._forget(request_id, by_itself=reason in WHOLE)
-        if owner is not None:
-            self._tell(owner, FinishRequests([request_id], reason))
-
     def advance(self, now: float) -> list[tuple[EngineCoreOutputs, list[float]]]:
-        """It is `now`, at most `due`: what the steps give that end now, and when each of them ended."""
+        """Move the time to `now`, at most `due`. Returns the outputs of the steps that end, and their end times."""
         self.now = now
         ended: list[tuple[EngineCoreOutputs, list[float]]] = []
         while self.due <= now:
@@ -154,8 +150,7 @@ class Engines:
         return ended
 
     def begin(self, horizon: float) -> None:
-        """Begin a step wherever none is being made and there is something to do. Nobody asks for anything before the
-        horizon."""
+        """Begin a step on every idle engine that has work. No request arrives before the horizon."""
         for index in sorted(self._ready):
             replica = self.replicas[index]
             if replica.inbox or replica.core.has_work:
@@ -165,13 +160,8 @@ class Engines:
                     self.num_steps += len(replica.executor.ends)
         self._ready.clear()
 
-    def _tell(self, replica: Replica, command: Command) -> None:
-        replica.inbox.append(command)
-        if replica.outputs is None:
-            self._ready.add(replica.index)
-
     def lose(self, lost: Collection[int]) -> list[tuple[EngineCoreRequest, bool]]:
-        """These end, of several, with all that they hold. Returns the requests that they had, and which had begun."""
+        """End these engines, of several, with all that they hold. Returns their requests, and which had begun."""
         requests = [request for replica, request in self._owners.values() if replica.index in lost]
         begun = {request_id for index in lost for request_id in self.replicas[index].core.scheduler.running}
         for request in requests:
@@ -191,7 +181,7 @@ class Engines:
         return [(request, request.request_id in begun) for request in requests]
 
     def restore(self, lost: Collection[int]) -> None:
-        """They begin again, with empty caches; who is there already stays."""
+        """Start these engines again with empty caches; running ones stay as they are."""
         lost = [index for index in lost if index not in self._alive]
         self._alive += lost
         if self._router is not None:
@@ -199,8 +189,7 @@ class Engines:
                 self._router.set_costs(index, self.replicas[index].core.costs)
                 self.replicas[index].core.carry_out(PublishKVEvents(self._router.key))
 
-    def _forget(self, request_id: str, *, by_itself: bool = False) -> Replica | None:
-        replica, _ = self._owners.pop(request_id, (None, None))
+    def _forget(self, request_id: str, *, by_itself: bool = False) -> None:
+        self._owners.pop(request_id, None)
         if self._router is not None:
             self._router.ended(request_id, by_itself=by_itself)
-        return replica

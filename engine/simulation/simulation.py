@@ -1,4 +1,4 @@
-"""Clients, their requests and the engines, from event to event of a virtual clock. Deterministic."""
+"""The simulation of clients, requests and engines, from event to event of a virtual clock. Deterministic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK_PER_REQUEST = 512  # in addition to 1 for each prompt token
 
 
 class SimulatedRequest(msgspec.Struct, kw_only=True):
-    """What a client has seen of its request. Times are virtual seconds."""
+    """A request as its client sees it. Times are virtual seconds."""
 
     request_id: str
     number: int
@@ -33,37 +33,37 @@ class SimulatedRequest(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     end_time: float | None = None
     error: str | None = None
-    is_refused: bool = False  # at the door
+    is_refused: bool = False  # by the admission
 
 
 class Outage(msgspec.Struct, frozen=True):
-    """Some of several engines are not there from `start` to `end`. What has not begun there is given to the others;
-    the rest fails."""
+    """The loss of some of several engines from `start` to `end`. Their requests that have not begun go to the other
+    engines; the rest fails."""
 
     start: float
     end: float
     engines: range
 
 
-class Load(Protocol):
-    """Who sends what, and when."""
+class Workload(Protocol):
+    """The requests of all clients."""
 
     @property
     def due(self) -> float:
-        """When the next request is sent, as far as that is known now; infinity if none is."""
+        """The time when the next request is sent, as far as it is known now; infinity if there is none."""
         ...
 
     def take(self) -> EngineCoreRequest:
-        """The next request. Its `arrival_time` is set here."""
+        """Return the next request. The simulation sets its `arrival_time`."""
         ...
 
     def ended(self, request: SimulatedRequest) -> None:
-        """A request that was taken has ended, as the client sees it: now others may become due."""
+        """Learn that a request has ended, as its client sees it: others may become due."""
         ...
 
 
 class Place(Protocol):
-    """A request's place in the front door's queue."""
+    """A request's slot in the admission queue."""
 
     def begin(self) -> None: ...
 
@@ -71,24 +71,24 @@ class Place(Protocol):
 
 
 class Door(Protocol):
-    """Who may queue. Its clock is the simulation's."""
+    """The admission of requests, by the simulation's clock."""
 
     def enter(self, request: EngineCoreRequest) -> Place | str:
-        """A place for a request, or why there is none."""
+        """Return a slot for the request, or why it is refused."""
         ...
 
 
 class Simulation:
-    """`advance` is bounded and can go on at any time; between two calls everything may be looked at, and changed.
+    """Advances by bounded amounts; between two calls of `advance` everything may be read and changed.
 
-    `inbound` is what passes between the sending of a prompt of so many tokens and its arrival at the engine, `outbound`
-    between a step's end and the client's knowing of it. Neither keeps the engine from its work.
+    `inbound` returns the seconds between the sending of a prompt of so many tokens and its arrival at the engine;
+    `outbound` has the seconds between a step's end and the time when clients know of it. Neither delays the engine.
     """
 
     def __init__(
         self,
         engines: Engines,
-        load: Load,
+        load: Workload,
         door: Callable[[Callable[[], float]], Door] | None = None,
         *,
         inbound: Callable[[int], float] = lambda num_tokens: 0.0,
@@ -97,15 +97,15 @@ class Simulation:
         keep_tokens: float = math.inf,
         outages: Sequence[Outage] = (),
     ) -> None:
-        """`door` makes one of a clock. `keep` is the number of ended requests that are remembered, None for all, and
-        `keep_tokens` the limit of their output tokens together."""
+        """Make a simulation. `door` makes the admission, given a clock. `keep` is the number of ended requests that are
+        remembered, None for all, and `keep_tokens` the limit of their output tokens together."""
         self.engines = engines
         self.load = load
         self.num_sent = self.num_ended = self.num_refused = self.num_placed_again = 0
         self.num_preemptions = self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.work = 0  # done so far; a unit takes some 0.2 microseconds
-        self.kept_tokens = 0  # output tokens whose times are remembered
-        self.request_seconds = 0.0  # the integral of how many requests are in the engines
+        self.kept_tokens = 0  # output tokens that have remembered times
+        self.request_seconds = 0.0  # the integral of the number of requests in the engines
         self.open: dict[str, SimulatedRequest] = {}
         self.ended: deque[SimulatedRequest] = deque()
         self._keep = math.inf if keep is None else keep
@@ -118,7 +118,7 @@ class Simulation:
         self._news: list[tuple[float, int, SimulatedRequest]] = []  # ends that clients do not know of yet
         changes = [(outage.start, True, outage.engines) for outage in outages]
         changes += [(outage.end, False, outage.engines) for outage in outages]
-        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # who comes back does so before others go
+        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # engines return before others go
 
     @property
     def now(self) -> float:
@@ -130,13 +130,13 @@ class Simulation:
 
     @property
     def due(self) -> float:
-        """When something happens next; infinity if nothing ever does."""
+        """The time of the next event; infinity if there is none."""
         due = min(self._next_request, self.engines.due)
         return min(due, self._changes[0][0]) if self._changes and due < math.inf else due
 
     @property
     def _next_request(self) -> float:
-        """When a client does something next, as far as that is known."""
+        """The time when a client acts next, as far as it is known."""
         due = self.load.due
         for heap in (self._under_way, self._news):
             if heap and heap[0][0] < due:
@@ -144,8 +144,8 @@ class Simulation:
         return due
 
     def advance(self, until: float = math.inf, max_steps: int | None = None, max_work: float = math.inf) -> bool:
-        """Go on until this time, for at most so many steps and until so much work is done: any number of requests may
-        come during a long step. Returns whether anything will happen afterwards."""
+        """Go on until this time, for at most so many steps and so much work: any number of requests may arrive during a
+        long step. Returns True if there are further events."""
         last_step = math.inf if max_steps is None else self.num_steps + max_steps
         most_work = self.work + max_work
         while self.num_steps < last_step and self.work < most_work:
@@ -164,7 +164,7 @@ class Simulation:
         self.engines.now = now
 
     def _happen(self, now: float) -> None:
-        """Everything of this moment: steps end, then clients hear and send, then steps begin."""
+        """Process all events of this moment: steps end, then clients receive and send, then steps begin."""
         self._pass(now)
         while self._changes and self._changes[0][0] <= now:
             _, goes, engines = self._changes.popleft()

@@ -184,7 +184,6 @@ class Admission:
         self.set_tenants(tenants)
         self._num_waiting_tenants = 0
         self._on_refused = on_refused
-        self._clock = clock
         self._pace = Pace(clock)  # of all tenants together
         self._paces: dict[str, Pace] = {}
         self._returns: defaultdict[str, Returns] = defaultdict(lambda: Returns(clock))
@@ -296,7 +295,7 @@ class Admission:
 
     def _advance(self, tenant: Tenant) -> None:
         self._pace.advance(waiting=self.places.total > 0)
-        pace = self._paces.setdefault(tenant.name, Pace(self._clock))
+        pace = self._paces.setdefault(tenant.name, Pace(self.clock))
         pace.advance(waiting=self.places.taken_by(tenant.name) > 0)
 
     def _check(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None, expected: float | None) -> None:

@@ -153,15 +153,15 @@ class GrammarCompiler:
             return found
         try:
             structured.check()
-            enforced, left_out = supported_part(structured)
+            enforced, unenforced = supported_part(structured)
         except InvalidRequest as error:
             return error
         except RecursionError:
             return found  # an error that says that it is nested too deeply
-        if not left_out and len(structured.value) <= MAX_GRAMMAR_CHARACTERS:
+        if not unenforced and len(structured.value) <= MAX_GRAMMAR_CHARACTERS:
             return found
         found = self._whole(enforced)
-        return found.leaving_out(left_out) if isinstance(found, CompiledGrammar) else found
+        return found.leaving_out(unenforced) if isinstance(found, CompiledGrammar) else found
 
     def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
         """Compile all of a grammar, without leaving out keywords."""

@@ -130,15 +130,15 @@ def supported_part(structured: StructuredOutput) -> tuple[StructuredOutput, tupl
     value = _parsed(structured.value)
     is_tagged = structured.kind is StructuredOutputKind.STRUCTURAL_TAG
     places = value["tags"] if is_tagged else [{"schema": value, "lenient": True}]
-    left_out: dict[str, None] = {}
+    unenforced: dict[str, None] = {}
     patterns: dict[str, bool] = {}
     for place in places:
         place["schema"] = prepared(place["schema"], closed=structured.closed)
         if place["lenient"] and isinstance(place["schema"], dict):
             place["schema"], names = without_unsupported(place["schema"], patterns)
-            left_out |= dict.fromkeys(names)
+            unenforced |= dict.fromkeys(names)
     text = msgspec.json.encode(value if is_tagged else places[0]["schema"]).decode()
-    return structs.replace(structured, value=text, lenient=False, closed=False), tuple(left_out)
+    return structs.replace(structured, value=text, lenient=False, closed=False), tuple(unenforced)
 
 
 def _parsed(value: str) -> Any:

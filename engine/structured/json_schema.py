@@ -57,7 +57,7 @@ def without_unsupported(schema: dict[str, Any], known: dict[str, bool]) -> tuple
     The result takes every value that `schema` takes, and more. A `oneOf` becomes an `anyOf`. `known` keeps which
     patterns llguidance takes, for all schemas of a request.
     """
-    left_out: dict[str, None] = {}
+    unenforced: dict[str, None] = {}
     addresses = _addresses(schema)
 
     def compiles(part: dict[str, Any]) -> bool:
@@ -92,12 +92,12 @@ def without_unsupported(schema: dict[str, Any], known: dict[str, bool]) -> tuple
         if not isinstance(part, dict):
             return part
         copy = {key: value for key, value in part.items() if supports(key, value, part)}
-        left_out.update(dict.fromkeys(key for key in part if key not in copy or key == "oneOf"))
+        unenforced.update(dict.fromkeys(key for key in part if key not in copy or key == "oneOf"))
         copy = _with_any_of(copy)
         replace_subschemas(copy, lambda _, entry: reduced(entry))
         return copy
 
-    return reduced(schema), tuple(left_out)
+    return reduced(schema), tuple(unenforced)
 
 
 def _prepared(schema: Any, closed: bool, root: Any) -> Any:

@@ -42,16 +42,8 @@ def chat_with(url: str, settings: Settings, *, system: str | None, temperature: 
 def chat_here(settings: Settings, *, system: str | None, temperature: float | None) -> int:
     """Run the server in this process and talk to it."""
     key = secrets.token_urlsafe(32)
-    settings = settings.model_copy(
-        update={
-            "host": "127.0.0.1",
-            "port": 0,
-            "api_keys": (SecretStr(key),),
-            "drain_timeout": 1.0,
-            "log_requests": False,
-            "log_level": "error",
-        }
-    )
+    own = {"host": "127.0.0.1", "port": 0, "api_keys": (SecretStr(key),), "drain_timeout": 1.0}
+    settings = settings.model_copy(update=own | {"log_requests": False, "log_level": "error"})
     with _server(settings) as url:
         client = ServerClient(url, key)
         with Console(stderr=True).status("Starting") as status:
@@ -298,9 +290,9 @@ class Commands:
             conversation.set(name, text.strip())
         values = {**conversation.defaults, **conversation.fields}
         names = [name] if name else [each for each in SETTABLE if values.get(each) is not None]
+        shown = {each: values.get(each, "is left to the server") for each in names}
         lines = (
-            f"{each} {values.get(each, 'is left to the server')}{'' if each in conversation.fields else ' (default)'}"
-            for each in names
+            f"{each} {value}{'' if each in conversation.fields else ' (default)'}" for each, value in shown.items()
         )
         return "\n".join(lines) or f"Nothing is set. Allowed: {', '.join(SETTABLE)}."
 

@@ -103,9 +103,8 @@ class Simulator:
     async def _again(self, piece: SimulationRequest) -> Session:
         """Simulate from 0 to the start of the piece."""
         session = await self._run(lambda: _begin(piece))
-        changes = deque(
-            sorted((change for change in piece.changes if change.at < piece.since), key=lambda each: each.at)
-        )
+        due = [change for change in piece.changes if change.at < piece.since]
+        changes = deque(sorted(due, key=lambda each: each.at))
         while changes or session.now < piece.since:
             await self._run(lambda: _catch_up(session, changes, piece.since))
         return session
@@ -154,10 +153,7 @@ def _advance_and_describe(session: Session, piece: SimulationRequest) -> bytes:
             "frame": make_frame(snapshot, after_step=before, service={"first_tokens": first, "refused": refused}),
             "kpis": session.kpis(),
             "sent": [(each.request_id, each.start_time, each.num_prompt_tokens) for each in sent],
-            "ended": [
-                (each.request_id, each.start_time, each.token_times[:1], each.end_time, len(each.token_times))
-                for each in ended
-            ],
+            "ended": [(e.request_id, e.start_time, e.token_times[:1], e.end_time, len(e.token_times)) for e in ended],
             "parameters": session.parameters.model_dump(),
             "presets": {name: preset.model_dump() for name, preset in PRESETS.items()} if not piece.since else None,
         }

@@ -260,10 +260,10 @@ def _sweep(settings: Settings, options: Namespace) -> int:
         requests = case.requests()
         result = _conditions(case, len(requests)) | case.run(requests).result()
         results.append({"changes": changes, **result})
-        shown = (
-            f"{result[key]:,.2f}" if isinstance(result[key], float) else f"{result[key]:,}" for key in SHOWN.values()
+        figures = [result[key] for key in SHOWN.values()]
+        table.add_row(
+            *changes.values(), *(f"{each:,.2f}" if isinstance(each, float) else f"{each:,}" for each in figures)
         )
-        table.add_row(*changes.values(), *shown)
     Console(width=max(Console().width, 20 * len(sweeps[0]) + 120)).print(table)
     if options.json is not None:
         options.json.write_text(json.dumps({"sweep": results}), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from app.admission.admission import Admission, QueueTicket
-from app.admission.tenants import ANONYMOUS, Tenant
+from app.admission.tenants import ANONYMOUS
 from app.config.settings import Settings, SettingsError
 from app.observability.frames import make_frame
 from app.runtime import no_collection
@@ -75,13 +75,8 @@ class Session:
         self._begin_account()
 
     def _make_core(self, clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
-        self._executor = CountingExecutor(
-            self.parameters.num_blocks,
-            BLOCK_SIZE,
-            lambda load: self.parameters.step_seconds,
-            clock=clock,
-            sleep=clock.sleep,
-        )
+        num_blocks, step_seconds = self.parameters.num_blocks, lambda _: self.parameters.step_seconds
+        self._executor = CountingExecutor(num_blocks, BLOCK_SIZE, step_seconds, clock=clock, sleep=clock.sleep)
         config = EngineConfig(
             max_model_len=self._longest,
             max_num_seqs=self.parameters.max_num_seqs,
@@ -117,14 +112,9 @@ class Session:
     @property
     def kept_tokens(self) -> int:
         """Return the memory of the session in tokens of about 50 bytes."""
-        simulation = self.simulation
-        num_requests = len(simulation.open) + len(simulation.ended)
-        return (
-            self.load.open_tokens
-            + simulation.kept_tokens
-            + _TOKENS_PER_BLOCK * self.parameters.num_blocks
-            + _TOKENS_PER_REQUEST * num_requests
-        )
+        blocks, requests = self.parameters.num_blocks, len(self.simulation.open) + len(self.simulation.ended)
+        tokens = self.load.open_tokens + self.simulation.kept_tokens
+        return tokens + _TOKENS_PER_BLOCK * blocks + _TOKENS_PER_REQUEST * requests
 
     # --- figures
 
@@ -233,6 +223,7 @@ def simulate(
     host_seconds = max(time.perf_counter() - began, 1e-9)
     executors = [replica.executor for replica in engines.replicas]
     slot_seconds = max(simulation.now * settings.max_num_seqs * len(executors), 1e-9)
+    device_seconds = max(simulation.now * len(executors), 1e-9)
     figures = {
         "simulated_seconds": simulation.now,
         "simulation_speed": simulation.now / host_seconds,  # simulated seconds per second
@@ -241,8 +232,7 @@ def simulate(
         "prefix_cache_queries": simulation.prefix_cache_queries,
         "prefix_cache_hits": simulation.prefix_cache_hits,
         "slot_utilization": sum(executor.row_seconds for executor in executors) / slot_seconds,
-        "device_utilization": sum(executor.busy_seconds for executor in executors)
-        / max(simulation.now * len(executors), 1e-9),
+        "device_utilization": sum(executor.busy_seconds for executor in executors) / device_seconds,
     }
     if size > 1:
         figures["uncached_tokens_max_by_mean"] = engines.imbalance
@@ -263,14 +253,12 @@ class AdmissionDoor:
         clock: Callable[[], float],
         table: StepCostTable | None = None,
         num_kv_tokens: float = math.inf,
-        tenants: Collection[Tenant] = (ANONYMOUS,),
     ) -> None:
         """`num_kv_tokens`: the capacity of the KV caches of all engines together."""
-        self._admission = Admission(settings, tenants=tenants, clock=clock)
+        self._admission = Admission(settings, tenants=(ANONYMOUS,), clock=clock)
         self._admission.wait.num_kv_tokens = num_kv_tokens
         if table is not None:
             self._admission.wait.set_costs(table)
-        self._tenants = {tenant.name: tenant for tenant in tenants}
         self._clock = clock
 
     def enter(self, request: EngineCoreRequest) -> AdmittedPlace | str:
@@ -279,7 +267,7 @@ class AdmissionDoor:
         try:
             place.ticket = place.scope.enter_context(
                 self._admission.queue(
-                    self._tenants[request.tenant],
+                    ANONYMOUS,
                     choices=1,
                     tokens=len(request.prompt_token_ids),
                     timeout=min(deadlines) - self._clock() if deadlines else None,

@@ -69,7 +69,15 @@ def token_ids_of(request: WorkloadRequest, vocab_size: int) -> list[int]:
 def add_workload_flags(parser: ArgumentParser) -> None:
     """Add the flags that `workload` reads, spelled as in vLLM's benchmarks."""
     add_dataset_flags(parser)
-    add_arrival_flags(parser)
+    group = parser.add_argument_group("arrivals")
+    add = partial(group.add_argument, default=None)
+    add("--request-rate", type=float, default=math.inf, metavar="R",
+        help="Requests per second. Default: inf, all at once.")  # fmt: skip
+    add("--burstiness", type=float, default=1.0, metavar="B",
+        help="Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts, inf is even.")  # fmt: skip
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="A rate that rises, instead of --request-rate.")
+    add("--ramp-up-start-rps", type=float, metavar="R", help="Requests per second at the start of the ramp.")
+    add("--ramp-up-end-rps", type=float, metavar="R", help="Requests per second at the end of the ramp.")
 
 
 def add_dataset_flags(parser: ArgumentParser) -> None:
@@ -86,13 +94,7 @@ def add_dataset_flags(parser: ArgumentParser) -> None:
     add("--random-output-len", type=int, default=128, metavar="N", help="Default: 128.")
     add("--random-range-ratio", default="0.0", metavar="R",
         help='Lengths are 1 - R to 1 + R times the above; {"input": R, "output": R} sets them separately.')  # fmt: skip
-    add(
-        "--random-prefix-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Tokens added before each prompt, always the same.",
-    )
+    add("--random-prefix-len", type=int, default=0, metavar="N", help="Tokens of a prefix that all prompts share.")
     add("--sharegpt-output-len", type=int, metavar="N", help="Tokens of each answer of sharegpt.")
     add("--prefix-repetition-prefix-len", type=int, default=256, metavar="N", help="Default: 256.")
     add("--prefix-repetition-suffix-len", type=int, default=256, metavar="N", help="Default: 256.")
@@ -100,19 +102,6 @@ def add_dataset_flags(parser: ArgumentParser) -> None:
     add("--conversation-turns", type=int, default=4, metavar="N", help="Questions per conversation. Default: 4.")
     add("--conversation-think-time", type=float, default=1.0, metavar="S",
         help="Mean seconds from an answer to the next question, exponential. Default: 1.")  # fmt: skip
-
-
-def add_arrival_flags(parser: ArgumentParser) -> None:
-    """Add the flags of arrival times."""
-    group = parser.add_argument_group("arrivals")
-    add = partial(group.add_argument, default=None)
-    add("--request-rate", type=float, default=math.inf, metavar="R",
-        help="Requests per second. Default: inf, all at once.")  # fmt: skip
-    add("--burstiness", type=float, default=1.0, metavar="B",
-        help="Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts, inf is even.")  # fmt: skip
-    add("--ramp-up-strategy", choices=("linear", "exponential"), help="A rate that rises, instead of --request-rate.")
-    add("--ramp-up-start-rps", type=float, metavar="R", help="Requests per second at the start of the ramp.")
-    add("--ramp-up-end-rps", type=float, metavar="R", help="Requests per second at the end of the ramp.")
 
 
 def workload(options: Namespace, *, seed: int) -> list[WorkloadRequest]:
@@ -193,10 +182,8 @@ def _sharegpt(options: Namespace, draw: random.Random, name: str) -> Iterator[Wo
     fixed = options.output_len or options.sharegpt_output_len
     if options.dataset_path is None:
         for number in range(options.num_prompts):
-            prompt = _clipped(draw.lognormvariate(4.32, 1.46))
-            yield WorkloadRequest(
-                (Piece(f"{name} prompt {number}", prompt),), fixed or _clipped(draw.lognormvariate(4.87, 0.94))
-            )
+            prompt = Piece(f"{name} prompt {number}", _clipped(draw.lognormvariate(4.32, 1.46)))
+            yield WorkloadRequest((prompt,), fixed or _clipped(draw.lognormvariate(4.87, 0.94)))
         return
 
     def pairs(text: str) -> Iterator[tuple[str, int]]:
@@ -236,15 +223,13 @@ def _conversation(options: Namespace, draw: random.Random, name: str) -> Iterato
         conversation, turn = divmod(number, options.conversation_turns)
         prompt = _around(draw, options.input_len or options.random_input_len, around_input)
         question = Piece(f"{name} conversation {conversation} turn {turn}", prompt)
-        yield WorkloadRequest(
-            _with_prefix(options, name, question) if turn == 0 else (question,),
-            _around(draw, options.output_len or options.random_output_len, around_output),
-            arrival=0.0 if turn == 0 else None,
-            conversation=conversation,
-            think_time=draw.expovariate(1 / options.conversation_think_time)
-            if turn and options.conversation_think_time
-            else 0.0,
-        )
+        output = _around(draw, options.output_len or options.random_output_len, around_output)
+        if turn == 0:
+            yield WorkloadRequest(_with_prefix(options, name, question), output, conversation=conversation)
+            continue
+        mean = options.conversation_think_time
+        think_time = draw.expovariate(1 / mean) if mean else 0.0
+        yield WorkloadRequest((question,), output, None, conversation, think_time)
 
 
 _DATASETS = {
@@ -350,10 +335,7 @@ def scaled(requests: list[WorkloadRequest], rate: float) -> list[WorkloadRequest
     """Return the requests with their times scaled to an average rate in requests per second."""
     span = max((request.arrival or 0.0 for request in requests), default=0.0)
     factor = len(requests) / rate / span if span else 1.0
-    return [
-        request if request.arrival is None else replace(request, arrival=request.arrival * factor)
-        for request in requests
-    ]
+    return [each if each.arrival is None else replace(each, arrival=each.arrival * factor) for each in requests]
 
 
 class _Entry:
@@ -401,10 +383,8 @@ def _own(entry: _Entry) -> WorkloadRequest:
     known = ("time", "input_tokens", "output_tokens", "prefix", "conversation", "think_time")
     if unknown := [name for name in fields if name not in known]:
         raise entry.wrong(unknown[0], f"the fields {', '.join(known)}")
-    prefix = [
-        Piece(f"prefix {name}", length)
-        for name, length in entry.items("prefix", _is_piece, "pairs of a name and a number of tokens")
-    ]
+    pairs = entry.items("prefix", _is_piece, "pairs of a name and a number of tokens")
+    prefix = [Piece(f"prefix {name}", length) for name, length in pairs]
     num_inputs = entry.count("input_tokens")
     rest = num_inputs - sum(piece.num_tokens for piece in prefix)
     if rest < 0:
@@ -455,10 +435,7 @@ def _from_zero(requests: list[WorkloadRequest], entries: list[_Entry]) -> list[W
             allowed = "none after the first line of a conversation" if request.arrival is not None else "a number"
             raise entry.wrong("time", allowed)
         begun.add(request.conversation)
-    return [
-        request if request.arrival is None else replace(request, arrival=request.arrival - first)
-        for request in requests
-    ]
+    return [each if each.arrival is None else replace(each, arrival=each.arrival - first) for each in requests]
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -62,18 +62,13 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
     began = min((record.scheduled_time for record in records), default=0.0)
     missing = [record.start_time - began for record in failed]
     answers = [(r.start_time - began, 1e3 * r.ttft) for r in done]
+    open_requests = [(time - began, float(number)) for time, number in concurrency(records)]
     plots = [
         _distribution(f"{NAMES['ttft']}, distribution", [1e3 * r.ttft for r in done]),
         _distribution(f"{NAMES['itl']}, distribution", [1e3 * gap for r in done for gap in r.itls]),
         Plot(f"{NAMES['ttft']} by when it was sent", "s", "ms", answers, "dots", marks=missing),
         Plot("Output tokens per second", "s", "tok/s", _rates(done, began), marks=missing),
-        Plot(
-            "Concurrent requests",
-            "s",
-            "",
-            _steps([(t - began, float(n)) for t, n in concurrency(records)]),
-            marks=missing,
-        ),
+        Plot("Concurrent requests", "s", "", _steps(open_requests), marks=missing),
     ]
     totals = f"{result['completed']:,} answered, {result['refused']:,} refused, {result['failed']:,} failed in all"
     rows = "".join(f"<tr><td>{escape(name)}<td>{escape(value)}" for name, value in facts_of(result))

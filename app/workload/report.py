@@ -109,7 +109,7 @@ def summarize(
         "output_throughput": num_output * per_second,
         "total_token_throughput": (num_input + num_output) * per_second,
         "max_output_tokens_per_s": _peak_rate(done),
-        "max_concurrent_requests": peak_concurrency(records),
+        "max_concurrent_requests": max((number for _, number in concurrency(records)), default=0),
     }
     seconds = {
         "ttft": [r.ttft for r in done],
@@ -156,11 +156,6 @@ def concurrency(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
         now += change
         steps.append((time, now))
     return steps
-
-
-def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Return the largest number of requests that were open at a time."""
-    return max((number for _, number in concurrency(records)), default=0)
 
 
 def _peak_rate(records: Sequence[RequestRecord]) -> float:

@@ -17,7 +17,7 @@ from engine.errors import InvalidRequest
 from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protocol.body import RequestBody, at_most, fail_fast
 from protocol.errors import shown
-from protocol.tools.unsupported import LeftOut
+from protocol.tools.unsupported import IgnoredParts
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -55,9 +55,9 @@ class TruncatedPrompt(RequestBody):
     truncation_side: Literal["left", "right"] = "left"  # what is cut off
 
     @property
-    def left_out(self) -> LeftOut:
+    def left_out(self) -> IgnoredParts:
         """The parts of the request that have no effect."""
-        return LeftOut(fields=self.without_effect)
+        return IgnoredParts(fields=self.without_effect)
 
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Return the part of a prompt that the client asked for. Raises `InvalidRequest` for more than the context."""

@@ -33,7 +33,7 @@ from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.generation import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY, TruncatedPrompt
 from protocol.syntax.message_syntax import PROMPT_TAIL
-from protocol.tools.unsupported import LeftOut
+from protocol.tools.unsupported import IgnoredParts
 
 # The estimate that admission uses until the prompt is tokenized.
 CHARACTERS_PER_TOKEN = 4
@@ -150,7 +150,7 @@ async def _generate(server: Server, request: RequestScope, task: GenerationTask)
         if sampling.structured_output is not None:
             request.mark(Phase.COMPILE_GRAMMAR)
         async with model.llm.stream(*core_requests, begins_message=body.begins_message) as outputs:
-            request.warn(LeftOut(keywords=outputs.unenforced).warning())
+            request.warn(IgnoredParts(keywords=outputs.unenforced).warning())
             request.attend(outputs)
             outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
             answer = _answer_context(request, task, model, outputs, prompt_end)

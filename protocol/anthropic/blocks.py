@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import WithJsonSchema
 
 from protocol.body import ClientModel, OneOf, at_most, fail_fast, json_text, type_of, with_type
-from protocol.tools.unsupported import MAX_NAMED, Unread, Unserved
+from protocol.tools.unsupported import MAX_NAMED, UnsupportedEntry, UnsupportedPart
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384
@@ -114,16 +114,20 @@ def _lines(*texts: str) -> str:
 
 _SOURCES = ("text", "content")
 _READ = ("text", "tool_reference", "search_result", "document")
-_UNREAD_SOURCE = {"source": with_type({"type": "string", "not": {"enum": list(_SOURCES)}}).json_schema}
-_UNREAD_SCHEMAS = [
+_UNSUPPORTED_SOURCE = {"source": with_type({"type": "string", "not": {"enum": list(_SOURCES)}}).json_schema}
+_UNSUPPORTED_SCHEMAS = [
     with_type({"type": "string", "not": {"enum": list(_READ)}}).json_schema,
-    {"type": "object", "properties": {"type": {"const": "document"}, **_UNREAD_SOURCE}, "required": ["type", "source"]},
+    {
+        "type": "object",
+        "properties": {"type": {"const": "document"}, **_UNSUPPORTED_SOURCE},
+        "required": ["type", "source"],
+    },
 ]
 
 
 def _result_kind(block: Any) -> Any:
     source = type_of(block.get("source")) if isinstance(block, dict) and block.get("type") == "document" else None
-    return Unread if isinstance(source, str) and source not in _SOURCES else type_of(block)
+    return UnsupportedPart if isinstance(source, str) and source not in _SOURCES else type_of(block)
 
 
 _Result = Annotated[
@@ -131,7 +135,7 @@ _Result = Annotated[
     | ToolReferenceBlock
     | SearchResultBlock
     | DocumentBlock
-    | Annotated[Unread, WithJsonSchema({"anyOf": _UNREAD_SCHEMAS})],
+    | Annotated[UnsupportedPart, WithJsonSchema({"anyOf": _UNSUPPORTED_SCHEMAS})],
     OneOf(kind_of=_result_kind),
 ]
 _Results = Annotated[list[_Result], fail_fast, at_most(MAX_BLOCKS, "blocks")]
@@ -146,7 +150,7 @@ class ToolResultBlock(ClientModel):
 
 
 # Remains of calls of tools that Anthropic runs, and of its other services.
-_UNSERVED = (
+_UNSUPPORTED = (
     *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction"),
     *("container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "server_tool_use"),
     *("text_editor_code_execution_tool_result", "tool_addition", "tool_removal", "tool_search_tool_result"),
@@ -154,8 +158,8 @@ _UNSERVED = (
 )
 
 
-def _is_unserved(kind: str) -> bool:
-    return kind in _UNSERVED or kind.endswith(("_tool_use", "_tool_result"))  # there will be more of them
+def _is_unsupported(kind: str) -> bool:
+    return kind in _UNSUPPORTED or kind.endswith(("_tool_use", "_tool_result"))  # there will be more of them
 
 
 _Block = Annotated[
@@ -166,8 +170,8 @@ _Block = Annotated[
     | ToolResultBlock
     | DocumentBlock
     | SearchResultBlock
-    | Annotated[Unserved, with_type({"enum": list(_UNSERVED)})],
-    OneOf(others=_is_unserved),
+    | Annotated[UnsupportedEntry, with_type({"enum": list(_UNSUPPORTED)})],
+    OneOf(others=_is_unsupported),
 ]
 Content = Annotated[str | Annotated[list[_Block], fail_fast, at_most(MAX_BLOCKS, "blocks")], _string_or_list]
 
@@ -246,7 +250,7 @@ def _add_user(messages: list[dict[str, Any]], turn: Turn) -> None:
 
 
 def _add_assistant(messages: list[dict[str, Any]], turn: Turn) -> None:
-    if isinstance(turn.content, list) and all(isinstance(block, Unserved) for block in turn.content):
+    if isinstance(turn.content, list) and all(isinstance(block, UnsupportedEntry) for block in turn.content):
         return  # an empty turn would be one that the client has begun
     message = _message_of(messages, "assistant")
     for block in turn.blocks():

@@ -18,7 +18,7 @@ from protocol.errors import ApiError
 from protocol.openai.chat import MAX_MESSAGES
 from protocol.openai.generation import NO_LIMIT
 from protocol.tools.kinds import KINDS, MAX_TOOL_BYTES, MAX_TOOLS
-from protocol.tools.unsupported import LeftOut, Unserved, types_of
+from protocol.tools.unsupported import IgnoredParts, UnsupportedEntry, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 # ---------------------------------------------------------------------------------------------------------------- tools
@@ -64,7 +64,7 @@ def _kind(tool: Any) -> Any:
 
 
 Tools = Annotated[
-    list[Annotated[Tool | FixedTool | Unserved, OneOf(default="custom", kind_of=_kind)]],
+    list[Annotated[Tool | FixedTool | UnsupportedEntry, OneOf(default="custom", kind_of=_kind)]],
     fail_fast,
     at_most_bytes(MAX_TOOL_BYTES),
     at_most(MAX_TOOLS, "tools"),
@@ -185,11 +185,11 @@ class CountTokensRequest(DialectRequest):
         return self
 
     @property
-    def left_out(self) -> LeftOut:
+    def left_out(self) -> IgnoredParts:
         servers = ("mcp",) if self.mcp_servers else ()
         container = () if self.container is None else ("container",)
         items = container + types_of(blocks.with_results(self.messages))
-        return LeftOut(types_of(self.tools) + servers, items, self.without_effect)
+        return IgnoredParts(types_of(self.tools) + servers, items, self.without_effect)
 
     def translate(self) -> MessagesChat:
         return chat_request(MessagesChat, self.chat_fields())

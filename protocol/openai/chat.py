@@ -27,7 +27,7 @@ from protocol.request_fields import RequestFields
 from protocol.syntax.message_parts import MessageFormat
 from protocol.syntax.message_syntax import MessageSyntax
 from protocol.tools.kinds import CustomTool, ToolUse
-from protocol.tools.unsupported import LeftOut, Unread, types_of
+from protocol.tools.unsupported import IgnoredParts, UnsupportedPart, types_of
 
 # Variables of the template that chat_template_kwargs cannot set.
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -54,7 +54,7 @@ class RefusalPart(ClientModel):
         return self.refusal
 
 
-Part = Annotated[TextPart | RefusalPart | Unread, OneOf()]
+Part = Annotated[TextPart | RefusalPart | UnsupportedPart, OneOf()]
 Content = Annotated[
     str | Annotated[list[Part], fail_fast, at_most(MAX_PARTS, "parts")], OneOf("a string or an array of text parts")
 ]
@@ -84,7 +84,7 @@ class ChatMessage(ClientModel):
             raise PydanticCustomError("rule", "is required: a string or an array of text parts")
         if isinstance(content, list) and role not in ("function", "tool"):
             for number, part in enumerate(content):
-                if isinstance(part, Unread):
+                if isinstance(part, UnsupportedPart):
                     refuse_type(part.type, ("text",), f"{number}.type")
         return content
 
@@ -289,10 +289,10 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         return super().in_client_words(error)
 
     @property
-    def left_out(self) -> LeftOut:
+    def left_out(self) -> IgnoredParts:
         searches = () if self.web_search_options is None else ("web_search",)
         parts = (part for each in self.messages if isinstance(each.content, list) for part in each.content)
-        return LeftOut(types_of(self.tools) + searches, types_of(parts), self.without_effect)
+        return IgnoredParts(types_of(self.tools) + searches, types_of(parts), self.without_effect)
 
     @property
     def lark_tools(self) -> tuple[str, ...]:

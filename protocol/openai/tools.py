@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, fail_fast, json_text
 from protocol.openai.structured import TextFormat
 from protocol.tools.kinds import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
-from protocol.tools.unsupported import Unserved, types_of
+from protocol.tools.unsupported import UnsupportedEntry, types_of
 
 MAX_TOOL_CALLS = 128  # of one message
 MAX_PARAMETERS = 64 * 1024  # bytes of JSON, of one function
@@ -98,7 +98,7 @@ class NamedCustomTool(ClientModel):
         return self.custom.name
 
 
-AnyTool = ToolDefinition | CustomToolDefinition | Unserved
+AnyTool = ToolDefinition | CustomToolDefinition | UnsupportedEntry
 Tools = Annotated[
     list[Annotated[AnyTool, OneOf()]], fail_fast, at_most_bytes(MAX_TOOL_BYTES), at_most(MAX_TOOLS, "tools")
 ]
@@ -109,7 +109,9 @@ class AllowedTools(ClientModel):
 
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[Annotated[NamedFunction | NamedCustomTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
+        list[Annotated[NamedFunction | NamedCustomTool | UnsupportedEntry, OneOf()]],
+        fail_fast,
+        at_most(MAX_TOOLS, "tools"),
     ] = Field(min_length=1)
 
 
@@ -216,13 +218,13 @@ def check_tool_choice(
                 param=tools_field,
             )
         names.add(tool.name)
-    asked: Sequence[NamedFunction | NamedCustomTool | Unserved] = ()
+    asked: Sequence[NamedFunction | NamedCustomTool | UnsupportedEntry] = ()
     is_demanded = choice == "required"
     if isinstance(choice, AllowedToolsChoice):
         asked = choice.allowed_tools.tools
         is_demanded = choice.allowed_tools.mode == "required"
-        if is_demanded and all(isinstance(each, Unserved) for each in asked):
-            names, tools = set(), [each for each in asked if isinstance(each, Unserved)]
+        if is_demanded and all(isinstance(each, UnsupportedEntry) for each in asked):
+            names, tools = set(), [each for each in asked if isinstance(each, UnsupportedEntry)]
     elif isinstance(choice, NamedFunction | NamedCustomTool):
         asked, is_demanded = (choice,), True
     if is_demanded and not names:
@@ -230,7 +232,7 @@ def check_tool_choice(
         why = f" that this server serves: left out is {unsupported}" if unsupported else "; send some or leave it out"
         raise InvalidRequest(f"{choice_field} needs {tools_field}{why}.", param=choice_field)
     for each in asked:
-        if not isinstance(each, Unserved) and each.name not in names:
+        if not isinstance(each, UnsupportedEntry) and each.name not in names:
             raise InvalidRequest(
                 f"{choice_field} names {each.name[:128]!r}, which is none of {tools_field}, or is left out of them"
                 " because this server does not support it; name another.",
@@ -258,7 +260,7 @@ def tool_use(tools: Sequence[AnyTool], choice: Choice | None, *, parallel: bool)
         case str():
             word = choice
         case AllowedToolsChoice(allowed_tools=allowed):
-            names = {each.name for each in allowed.tools if not isinstance(each, Unserved)}
+            names = {each.name for each in allowed.tools if not isinstance(each, UnsupportedEntry)}
             served, word = [tool for tool in served if tool.name in names], allowed.mode
         case NamedFunction() | NamedCustomTool():
             named, word = choice.name, "required"
@@ -269,4 +271,4 @@ def tool_use(tools: Sequence[AnyTool], choice: Choice | None, *, parallel: bool)
 
 
 def _served(tools: Sequence[Any]) -> list[ToolDefinition | CustomToolDefinition]:
-    return [tool for tool in tools if not isinstance(tool, Unserved)]
+    return [tool for tool in tools if not isinstance(tool, UnsupportedEntry)]

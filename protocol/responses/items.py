@@ -24,7 +24,7 @@ from protocol.responses.tools import (
     new_id,
     texts,
 )
-from protocol.tools.unsupported import Unserved
+from protocol.tools.unsupported import UnsupportedEntry
 
 MAX_ITEMS = 16384
 MAX_PARTS_IN_ALL = 16384
@@ -86,7 +86,7 @@ Item = MessageItem | CallItem | CallOutputItem | BuiltInOutputItem | ReasoningIt
 
 
 # Remains of calls of tools that OpenAI runs, and of its other services.
-_UNSERVED = (
+_UNSUPPORTED = (
     *("additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call"),
     *("computer_call_output", "configuration_update", "file_search_call", "image_generation_call", "mcp_call"),
     *("mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "program", "program_output"),
@@ -94,13 +94,13 @@ _UNSERVED = (
 )
 
 
-def _is_unserved(kind: str) -> bool:
-    return kind in _UNSERVED or kind.endswith(("_call", "_call_output"))  # there will be more of them
+def _is_unsupported(kind: str) -> bool:
+    return kind in _UNSUPPORTED or kind.endswith(("_call", "_call_output"))  # there will be more of them
 
 
 _Item = Annotated[
-    Item | ItemReference | Annotated[Unserved, with_type({"enum": list(_UNSERVED)})],
-    OneOf(default="message", others=_is_unserved),
+    Item | ItemReference | Annotated[UnsupportedEntry, with_type({"enum": list(_UNSUPPORTED)})],
+    OneOf(default="message", others=_is_unsupported),
 ]
 Items = Annotated[list[_Item], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_ITEMS, "items")]
 
@@ -109,7 +109,7 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(list[_Item], config=ConfigDict(de
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
     """Return the items that `listed` wrote, or those of a response's output."""
-    return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | Unserved)]
+    return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | UnsupportedEntry)]
 
 
 def message_item(item_id: str, text: str, status: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:

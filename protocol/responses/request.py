@@ -15,8 +15,8 @@ from protocol.openai.chat import ChatMessage
 from protocol.openai.generation import StopStrings
 from protocol.openai.structured import TextFormat
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages, with_outputs
-from protocol.responses.tools import CallForm, ToolChoice, Tools, call_forms, chat_choice, chat_tools, unserved
-from protocol.tools.unsupported import LeftOut, Unserved, types_of
+from protocol.responses.tools import CallForm, ToolChoice, Tools, call_forms, chat_choice, chat_tools, unsupported_tools
+from protocol.tools.unsupported import IgnoredParts, UnsupportedEntry, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 MAX_METADATA = 16  # entries
@@ -123,10 +123,10 @@ class InputTokensRequest(DialectRequest):
         return {**data, "tools": [*tools, *chain(*added)]}
 
     @property
-    def left_out(self) -> LeftOut:
+    def left_out(self) -> IgnoredParts:
         items = types_of(with_outputs(self.input)) if isinstance(self.input, list) else ()
         items = tuple(kind for kind in items if kind != ADDED)
-        return LeftOut(types_of(unserved(self.tools)), items, self.without_effect)
+        return IgnoredParts(types_of(unsupported_tools(self.tools)), items, self.without_effect)
 
     def call_forms(self) -> dict[str, CallForm]:
         return call_forms(self.tools)
@@ -145,7 +145,7 @@ class InputTokensRequest(DialectRequest):
         return [
             _found(number, item, find) if isinstance(item, ItemReference) else item
             for number, item in enumerate(self.input)
-            if not isinstance(item, Unserved)
+            if not isinstance(item, UnsupportedEntry)
         ]
 
     def translate(self, items: Sequence[Item] | None = None) -> ResponsesChat:
@@ -237,7 +237,7 @@ class ResponsesRequest(InputTokensRequest):
             "service_tier": "default",
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
-            "tools": [tool.model_dump() for tool in self.tools if not isinstance(tool, Unserved)],
+            "tools": [tool.model_dump() for tool in self.tools if not isinstance(tool, UnsupportedEntry)],
         }
 
 

@@ -14,7 +14,7 @@ from protocol.openai.chat import MAX_PARTS, RefusalPart
 from protocol.openai.structured import TextFormat
 from protocol.openai.tools import GrammarDefinition
 from protocol.tools.kinds import KINDS, MAX_TOOL_BYTES, MAX_TOOLS, ToolKind, partial_object
-from protocol.tools.unsupported import Unread, Unserved
+from protocol.tools.unsupported import UnsupportedEntry, UnsupportedPart
 
 
 class FunctionTool(ClientModel):
@@ -66,17 +66,17 @@ class Namespace(ClientModel):
     name: str
     description: str | None = None
     tools: Annotated[
-        list[Annotated[FunctionTool | FreeTextTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
+        list[Annotated[FunctionTool | FreeTextTool | UnsupportedEntry, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")
     ]
 
 
 def _kind(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") == "shell" and isinstance(place := tool.get("environment"), dict):
-        return "shell" if place.get("type") == "local" else Unserved  # containers are OpenAI's
+        return "shell" if place.get("type") == "local" else UnsupportedEntry  # containers are OpenAI's
     return type_of(tool)
 
 
-AnyTool = FunctionTool | FreeTextTool | BuiltInTool | Namespace | Unserved
+AnyTool = FunctionTool | FreeTextTool | BuiltInTool | Namespace | UnsupportedEntry
 Tools = Annotated[
     list[Annotated[AnyTool, OneOf(kind_of=_kind)]],
     fail_fast,
@@ -107,8 +107,8 @@ class AllowedNames(ClientModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Annotated[NamedTool | Unserved, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")] = Field(
-        min_length=1
+    tools: Annotated[list[Annotated[NamedTool | UnsupportedEntry, OneOf()]], fail_fast, at_most(MAX_TOOLS, "tools")] = (
+        Field(min_length=1)
     )
 
 
@@ -126,7 +126,7 @@ def call_forms(tools: Iterable[AnyTool]) -> dict[str, CallForm]:
 def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
     """Return all tools in chat's form, which leaves out unsupported ones."""
     offered = [tool.for_chat(flat) for flat, tool, _ in _offered(tools)]
-    return offered + [tool.for_chat() for tool in unserved(tools)]
+    return offered + [tool.for_chat() for tool in unsupported_tools(tools)]
 
 
 def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
@@ -137,16 +137,16 @@ def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]
         return _named(choice.names(forms)[0])
     allowed: list[dict[str, Any]] = []
     for tool in choice.tools:
-        allowed += [tool.for_chat()] if isinstance(tool, Unserved) else map(_named, tool.names(forms))
+        allowed += [tool.for_chat()] if isinstance(tool, UnsupportedEntry) else map(_named, tool.names(forms))
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": allowed}}
 
 
-def unserved(tools: Iterable[AnyTool]) -> list[Unserved]:
+def unsupported_tools(tools: Iterable[AnyTool]) -> list[UnsupportedEntry]:
     """Return the tools that are left out, those in namespaces too."""
-    found: list[Unserved] = []
+    found: list[UnsupportedEntry] = []
     for tool in tools:
         inside = tool.tools if isinstance(tool, Namespace) else (tool,)
-        found += [each for each in inside if isinstance(each, Unserved)]
+        found += [each for each in inside if isinstance(each, UnsupportedEntry)]
     return found
 
 
@@ -160,9 +160,9 @@ def _offered(
     for tool in tools:
         if isinstance(tool, Namespace):
             for inside in tool.tools:
-                if not isinstance(inside, Unserved):
+                if not isinstance(inside, UnsupportedEntry):
                     yield flat_name(tool.name, inside.name), inside, tool.name
-        elif not isinstance(tool, Unserved):
+        elif not isinstance(tool, UnsupportedEntry):
             yield tool.name, tool, None
 
 
@@ -176,16 +176,16 @@ class ItemText(ClientModel):
 _string_or_list = OneOf("a string or an array of text parts")
 _Part = Annotated[ItemText | RefusalPart, OneOf()]
 Content = Annotated[str | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
-_OutputPart = Annotated[ItemText | RefusalPart | Unread, OneOf()]
+_OutputPart = Annotated[ItemText | RefusalPart | UnsupportedPart, OneOf()]
 Output = Annotated[str | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
 """A tool's result: for each part that is no text, the model sees a note."""
 
 
-def texts(content: str | Sequence[ItemText | RefusalPart | Unread]) -> list[str]:
+def texts(content: str | Sequence[ItemText | RefusalPart | UnsupportedPart]) -> list[str]:
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
-def chat_content(content: str | Sequence[ItemText | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
+def chat_content(content: str | Sequence[ItemText | RefusalPart | UnsupportedPart]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts(content)]
 
 

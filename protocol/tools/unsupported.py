@@ -1,7 +1,7 @@
 """Tools that only the API's vendor runs, remains of their calls in a conversation, and images and files in results.
 
 Clients offer such tools to every server, and a model need not use them. So they are left out of what the model sees
-instead of failing the request; a header names them to the client (`LeftOut.warning`), metrics to the operator
+instead of failing the request; a header names them to the client (`IgnoredParts.warning`), metrics to the operator
 (`family`). Unknown types are treated alike.
 """
 
@@ -29,7 +29,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MEDIA = ("audio", "document", "file", "image", "video")
 
 
-class Unserved(ClientModel):
+class UnsupportedEntry(ClientModel):
     """An entry of a type that this server does not support."""
 
     type: str
@@ -38,7 +38,7 @@ class Unserved(ClientModel):
         return {"type": self.type}
 
 
-class Unread(Unserved):
+class UnsupportedPart(UnsupportedEntry):
     """A part of a tool's result that is no text: the model sees a note instead of it.
 
     An agent sends its whole conversation again, so refusing one image would fail every later request.
@@ -50,7 +50,7 @@ class Unread(Unserved):
         return f"[{word if word in _MEDIA else 'part'} left out: this model reads text only]"
 
 
-class LeftOut(NamedTuple):
+class IgnoredParts(NamedTuple):
     """The parts of a request that have no effect, each once: types of tools, types of items, names of fields.
 
     `unread` are fields that the chat template does not read, `keywords` those of JSON Schemas that no grammar enforces,
@@ -81,8 +81,8 @@ class LeftOut(NamedTuple):
 
 
 def types_of(entries: Iterable[Any]) -> tuple[str, ...]:
-    """Return the types of those entries that are `Unserved`, each once."""
-    return tuple(dict.fromkeys(entry.type for entry in entries if isinstance(entry, Unserved)))
+    """Return the types of those entries that are `UnsupportedEntry`, each once."""
+    return tuple(dict.fromkeys(entry.type for entry in entries if isinstance(entry, UnsupportedEntry)))
 
 
 def family(kind: str) -> str:

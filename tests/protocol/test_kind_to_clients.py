@@ -16,7 +16,7 @@ from protocol.openai.chat import ChatCompletionRequest
 from protocol.openapi import document
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
-from protocol.tools.unsupported import LeftOut
+from protocol.tools.unsupported import IgnoredParts
 
 USER = {"role": "user", "content": "Hello"}
 TEXT = {"type": "text", "text": "Seen."}
@@ -49,7 +49,7 @@ def test_messages_leave_out_what_is_no_text_in_a_tools_result() -> None:
     request = anthropic(result(TEXT, IMAGE, PDF, {"type": "browser_state"}))
     no_document, no_part = (NO_IMAGE.replace("image", word) for word in ("document", "part"))
     assert told(request) == f"Seen.\n{NO_IMAGE}\n{no_document}\n{no_part}"
-    assert request.left_out == LeftOut(items=("image", "document", "browser_state"))
+    assert request.left_out == IgnoredParts(items=("image", "document", "browser_state"))
 
 
 def test_responses_leave_out_what_is_no_text_in_a_tools_output() -> None:
@@ -58,7 +58,7 @@ def test_responses_leave_out_what_is_no_text_in_a_tools_output() -> None:
         item = {"type": kind, "call_id": "c", "output": [*parts, {"type": "input_file", "file_id": "f"}]}
         request = parsed(ResponsesRequest, {"input": [USER, item]})
         assert told(request) == f"Seen.\n{NO_IMAGE}\n{NO_IMAGE.replace('image', 'file')}"
-        assert request.left_out == LeftOut(items=("input_image", "input_file"))
+        assert request.left_out == IgnoredParts(items=("input_image", "input_file"))
         [_, kept] = request.items()
         assert NO_IMAGE in kept.listed()["output"]  # a response that continues this one finds it
 
@@ -68,7 +68,7 @@ def test_chat_leaves_out_what_is_no_text_in_a_tools_message() -> None:
     message = {"role": "tool", "tool_call_id": "c", "content": parts}
     request = parsed(ChatCompletionRequest, {"messages": [USER, message]})
     assert told(request) == f"Seen.\n{NO_IMAGE}\n{NO_IMAGE.replace('image', 'file')}"
-    assert request.left_out == LeftOut(items=("image_url", "file"))
+    assert request.left_out == IgnoredParts(items=("image_url", "file"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_documents_and_search_results_of_text_reach_the_model() -> None:
     for turn in ({"role": "user", "content": [NOTES, PAGES, FOUND]}, result(NOTES, PAGES, FOUND)):
         request = anthropic(turn)
         assert told(request).endswith(text)
-        assert request.left_out == LeftOut()
+        assert request.left_out == IgnoredParts()
     with pytest.raises(ApiError, match="only for role user"):
         anthropic({"role": "assistant", "content": [NOTES]})
 
@@ -152,7 +152,7 @@ def test_responses_take_what_has_no_effect_here() -> None:
 
 @pytest.mark.parametrize("container", ["container_1", {"skills": [{"type": "anthropic", "skill_id": "pptx"}]}])
 def test_a_container_is_left_out(container: Any) -> None:
-    assert anthropic(USER, container=container).left_out == LeftOut(items=("container",))
+    assert anthropic(USER, container=container).left_out == IgnoredParts(items=("container",))
 
 
 @pytest.mark.parametrize("before", [[], [{"type": "text", "text": "I look."}]])

@@ -14,7 +14,7 @@ from protocol.errors import ApiError, to_api_error
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
-from protocol.tools.unsupported import FAMILIES, MAX_NAMED, LeftOut, family
+from protocol.tools.unsupported import FAMILIES, MAX_NAMED, IgnoredParts, family
 
 USER = {"role": "user", "content": "Hello"}
 HOSTED = [{"type": "web_search", "name": "web_search"}, {"type": "image_generation"}, {"type": "of_tomorrow", "a": [1]}]
@@ -103,10 +103,10 @@ def test_a_client_that_searches_its_own_tools_names_what_it_found() -> None:
 
 
 def test_the_warning_is_short_and_holds_nothing_that_a_client_made_up() -> None:
-    assert LeftOut().warning() is None
-    told = LeftOut(("web_search", "a\r\nset-cookie: b", "ü", "x" * 65), ("mcp_call",)).warning()
+    assert IgnoredParts().warning() is None
+    told = IgnoredParts(("web_search", "a\r\nset-cookie: b", "ü", "x" * 65), ("mcp_call",)).warning()
     assert told == "tools left out: web_search, other; items left out: mcp_call (this server does not support them)"
-    many = LeftOut(tuple(f"{'t' * 60}{number}" for number in range(1000))).warning()
+    many = IgnoredParts(tuple(f"{'t' * 60}{number}" for number in range(1000))).warning()
     assert many is not None
     assert many.count(",") == MAX_NAMED
     assert len(many) < 2000
@@ -134,7 +134,7 @@ def test_tools_that_the_conversation_brings_are_tools() -> None:
     brought = {"type": "additional_tools", "role": "developer", "tools": [function, {"type": "web_search"}]}
     body = {"input": [brought, {"role": "user", "content": "Hello"}]}
     request = ResponsesRequest.model_validate(body)
-    assert request.left_out == LeftOut(tools=("web_search",))
+    assert request.left_out == IgnoredParts(tools=("web_search",))
     tool_use = request.translate().tool_use
     assert tool_use is not None
     assert [function.name for function in tool_use.functions] == ["f"]

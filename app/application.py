@@ -83,7 +83,7 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
 
     async def answer_http_exception(request: Request, error: Exception) -> Response:
         # Starlette requires only that a response is an ASGI application.
-        return cast(Response, refuse(_in_own_words(request, error)))
+        return cast(Response, refuse(_starlette_error(request, error)))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -224,7 +224,7 @@ def _end_without_engine() -> None:
     os._exit(0)
 
 
-def _in_own_words(request: Request, error: Exception) -> ApiError:
+def _starlette_error(request: Request, error: Exception) -> ApiError:
     """Return the error for a request that Starlette refuses: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     if (words := NOT_OFFERED.get(request.scope["path"])) is not None:

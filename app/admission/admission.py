@@ -28,7 +28,7 @@ MAX_RETRY_AFTER = 60  # seconds
 _MEMORY = 10.0  # seconds over which rates are averaged
 _GRACE = 2.0  # seconds after its retry time during which a retry is still expected
 _KEPT = 0.75  # of `max_queue_time`; while retries are expected, only they may wait longer than this
-_MAX_RETURNS = 10_000
+_MAX_RETRIES = 10_000
 
 
 class Limit(enum.StrEnum):
@@ -42,7 +42,7 @@ class Limit(enum.StrEnum):
     BACKGROUND = "max_background_responses"
 
 
-class Pace:
+class DrainRate:
     """The drain rate of a queue and its number of recent refusals, both decaying with age.
 
     The rate is starts per second in which the queue was not empty. On a quiet server few requests start because few
@@ -77,7 +77,7 @@ class Pace:
         return self._starts / self._seconds if self._seconds > 0.0 else 0.0
 
 
-class Returns:
+class ExpectedRetries:
     """The expected retries of refused requests, by the time that their Retry-After names.
 
     Without them, clients that retry at once would take every place that becomes free, and clients that honor
@@ -96,7 +96,7 @@ class Returns:
 
     def expect(self, seconds: float) -> None:
         """Expect a retry in so many seconds."""
-        if len(self._times) < _MAX_RETURNS:
+        if len(self._times) < _MAX_RETRIES:
             heappush(self._times, self._clock() + seconds)
 
     def claim(self) -> bool:
@@ -184,9 +184,9 @@ class Admission:
         self.set_tenants(tenants)
         self._num_waiting_tenants = 0
         self._on_refused = on_refused
-        self._pace = Pace(clock)  # of all tenants together
-        self._paces: dict[str, Pace] = {}
-        self._returns: defaultdict[str, Returns] = defaultdict(lambda: Returns(clock))
+        self._drain_rate = DrainRate(clock)  # of all tenants together
+        self._drain_rates: dict[str, DrainRate] = {}
+        self._retries: defaultdict[str, ExpectedRetries] = defaultdict(lambda: ExpectedRetries(clock))
 
     def set_tenants(self, tenants: Collection[Tenant]) -> None:
         """Replace the tenants. Queued requests keep their places."""
@@ -238,8 +238,8 @@ class Admission:
             del self._answers[name]
         self._count_tenant(ticket.tenant, -1)
         if started:
-            self._pace.start(choices)
-            self._paces[name].start(choices)
+            self._drain_rate.start(choices)
+            self._drain_rates[name].start(choices)
             self.wait.begin(ticket.tenant)
             if ticket.expected is not None:
                 self._on_waited(self.clock() - ticket.since, ticket.expected * self.wait.correction_of(name))
@@ -294,9 +294,9 @@ class Admission:
         return self.wait.correction * (seconds or 0.0)
 
     def _advance(self, tenant: Tenant) -> None:
-        self._pace.advance(waiting=self.places.total > 0)
-        pace = self._paces.setdefault(tenant.name, Pace(self.clock))
-        pace.advance(waiting=self.places.taken_by(tenant.name) > 0)
+        self._drain_rate.advance(waiting=self.places.total > 0)
+        drain = self._drain_rates.setdefault(tenant.name, DrainRate(self.clock))
+        drain.advance(waiting=self.places.taken_by(tenant.name) > 0)
 
     def _check(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None, expected: float | None) -> None:
         name = tenant.name
@@ -313,7 +313,7 @@ class Admission:
         # tenant's reserve or even than the limit, so it might never fit while other tenants keep the queue full.
         if own and not self.tokens.fits(name, tokens):
             raise self._refusal(tenant, Limit.TOKENS, self._full(self.tokens, name, "prompt tokens wait"))
-        rate = self._paces[name].per_second  # the tenant's own: no tenant waits for the queue of another
+        rate = self._drain_rates[name].per_second  # the tenant's own: no tenant waits for the queue of another
         if expected is not None:
             expected *= self.wait.correction_of(name)
         elif rate > 0:
@@ -327,9 +327,9 @@ class Admission:
                 f"The queue is too long for a first token within {timeout:g} s: {own} wait, and it is expected to take "
                 f"{expected:.2g} s.",
             )
-        returns, kept = self._returns[name], _KEPT * self._max_queue_time
-        if expected > self._max_queue_time or (expected > kept and len(returns) and not returns.claim()):
-            again = expected - kept + (len(returns) / rate if rate else 0.0)
+        retries, kept = self._retries[name], _KEPT * self._max_queue_time
+        if expected > self._max_queue_time or (expected > kept and len(retries) and not retries.claim()):
+            again = expected - kept + (len(retries) / rate if rate else 0.0)
             refusal = self._refusal(
                 tenant,
                 Limit.TIME,
@@ -337,7 +337,7 @@ class Admission:
                 f"{self._max_queue_time:g} s may, less while others were told to come back.",
                 again,
             )
-            returns.expect(float(refusal.headers["retry-after"]))
+            retries.expect(float(refusal.headers["retry-after"]))
             raise refusal
 
     @staticmethod
@@ -349,8 +349,8 @@ class Admission:
     def _refusal(self, tenant: Tenant, limit: Limit, message: str, again: float | None = None) -> ApiError:
         """Count a refusal and return its error. `again` is the Retry-After in seconds, None to compute it."""
         seconds = self.retry_after(tenant) if again is None else max(1, min(math.ceil(again), MAX_RETRY_AFTER))
-        self._pace.refuse()
-        self._paces[tenant.name].refuse()
+        self._drain_rate.refuse()
+        self._drain_rates[tenant.name].refuse()
         self._on_refused(limit)
         return ApiError(
             429,
@@ -362,10 +362,10 @@ class Admission:
     def retry_after(self, tenant: Tenant = ANONYMOUS) -> int:
         """Return the seconds in which half of the tenant's queued choices and all its recently refused requests would
         start. A tenant without queued choices gets the figures of all tenants, which hold the places that it needs."""
-        pace, waiting = self._paces.get(tenant.name), self.places.taken_by(tenant.name)
-        if pace is None or not waiting or pace.per_second == 0.0:
-            pace, waiting = self._pace, self.places.total
-        rate = pace.per_second
+        drain, waiting = self._drain_rates.get(tenant.name), self.places.taken_by(tenant.name)
+        if drain is None or not waiting or drain.per_second == 0.0:
+            drain, waiting = self._drain_rate, self.places.total
+        rate = drain.per_second
         if rate == 0.0:
             return 1
-        return max(1, min(math.ceil((waiting / 2 + pace.refusals) / rate), MAX_RETRY_AFTER))
+        return max(1, min(math.ceil((waiting / 2 + drain.refusals) / rate), MAX_RETRY_AFTER))

@@ -70,7 +70,7 @@ def bind(settings: Settings) -> socket.socket:
             listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise SettingsError(_why_not(host, port, error)) from error
+        raise SettingsError(_bind_error(host, port, error)) from error
     return listener
 
 
@@ -128,7 +128,7 @@ async def _signalled() -> None:
             return
 
 
-def _why_not(host: str, port: int, error: OSError) -> str:
+def _bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         free = f"headrace serve --port {port + 1}"
         return f"Port {port} on {host} is in use. Stop what listens there, or take another: {free}"

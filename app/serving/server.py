@@ -294,9 +294,9 @@ class Server:
             await self._load_and_serve()
         except Exception as error:
             self.phase = ServerPhase.FAILED
-            self._on_fatal(self._in_operators_words(error))
+            self._on_fatal(self._cause(error))
 
-    def _in_operators_words(self, error: BaseException) -> BaseException:
+    def _cause(self, error: BaseException) -> BaseException:
         """Return the error that ended the server, with the setting `model` named in errors of model files."""
         from gpu.checkpoint import ModelError
         from protocol.chat_template import ChatTemplateError

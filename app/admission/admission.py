@@ -333,8 +333,8 @@ class Admission:
             refusal = self._refusal(
                 tenant,
                 Limit.TIME,
-                f"The queue is too long: {expected:.0f} s are expected to pass until the first token, and "
-                f"{self._max_queue_time:g} s may, less while others were told to come back.",
+                f"The queue is too long: the first token is expected after {expected:.0f} s, and at most "
+                f"{self._max_queue_time:g} s are allowed, less while other refused clients are due to retry.",
                 again,
             )
             retries.expect(float(refusal.headers["retry-after"]))

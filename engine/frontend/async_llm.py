@@ -22,19 +22,7 @@ import msgspec
 from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
-from engine.commands import (
-    AddRequests,
-    Answer,
-    Command,
-    EngineDied,
-    Event,
-    FinishRequests,
-    GetSnapshot,
-    Profile,
-    Question,
-    StartProfile,
-    StopProfile,
-)
+from engine import commands, messages
 from engine.config import Clock
 from engine.costs.table import StepCostTable
 from engine.detokenizer import Vocabulary
@@ -43,16 +31,6 @@ from engine.fairness import FairThreads
 from engine.frontend.input_processor import InputProcessor
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import Observer, RequestStream
-from engine.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-    RoutingStats,
-    SamplingParams,
-    SchedulerStats,
-    StructuredOutput,
-)
 from engine.snapshot import EngineSnapshot
 from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
@@ -82,9 +60,9 @@ class AsyncLLM:
     ) -> None:
         """Make a front end. Without `grammars`, requests for structured output are refused."""
         self.vocabulary = grammars.vocabulary if grammars is not None else Vocabulary(tokenizer)
-        self.ready: EngineReady | None = None
+        self.ready: messages.EngineReady | None = None
         self.error: BaseException | None = None
-        self.last_stats: SchedulerStats | None = None
+        self.last_stats: messages.SchedulerStats | None = None
         self.on_step_costs: Callable[[StepCostTable], None] = lambda table: None  # for reports of an engine
         self._client = client
         self._tokenizer = tokenizer
@@ -104,7 +82,7 @@ class AsyncLLM:
         async with self._client.running(self._receive):
             yield
 
-    async def wait_ready(self) -> EngineReady:
+    async def wait_ready(self) -> messages.EngineReady:
         """Wait until the model is loaded. Raises the error if loading failed."""
         await self._loaded.wait()
         if self.ready is None:
@@ -119,7 +97,9 @@ class AsyncLLM:
         return self.error
 
     @asynccontextmanager
-    async def stream(self, *requests: EngineCoreRequest, begins_message: bool = False) -> AsyncIterator[RequestStream]:
+    async def stream(
+        self, *requests: messages.EngineCoreRequest, begins_message: bool = False
+    ) -> AsyncIterator[RequestStream]:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
         Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all unfinished choices. First a
@@ -141,32 +121,32 @@ class AsyncLLM:
         finally:
             unfinished = self._outputs.close(stream)
             if unfinished:
-                self._client.send(FinishRequests(unfinished, stream.leave_reason))
+                self._client.send(commands.FinishRequests(unfinished, stream.leave_reason))
 
     def abort(self, stream: RequestStream) -> None:
         """End the unfinished choices of a stream with `FinishReason.ABORT`; its reader gets their text so far."""
-        self._client.send(FinishRequests(self._outputs.abort(stream), FinishReason.ABORT))
+        self._client.send(commands.FinishRequests(self._outputs.abort(stream), messages.FinishReason.ABORT))
 
-    def send(self, command: Command) -> None:
+    def send(self, command: commands.Command) -> None:
         """Send a command, which is carried out before all streams opened later."""
         self._client.send(command)
 
     @overload
-    async def query(self, question: GetSnapshot) -> dict[int, EngineSnapshot]: ...
+    async def query(self, question: commands.GetSnapshot) -> dict[int, EngineSnapshot]: ...
     @overload
-    async def query(self, question: StartProfile | StopProfile) -> dict[int, Profile]: ...
-    async def query(self, question: Question) -> Mapping[int, Answer]:
+    async def query(self, question: commands.StartProfile | commands.StopProfile) -> dict[int, commands.Profile]: ...
+    async def query(self, question: commands.Question) -> Mapping[int, commands.Answer]:
         """Return the answer of each live engine, as `EngineClient.query` does."""
         return await self._client.query(question)
 
     async def _with_grammars(
-        self, requests: tuple[EngineCoreRequest, ...]
-    ) -> tuple[tuple[EngineCoreRequest, ...], tuple[str, ...]]:
+        self, requests: tuple[messages.EngineCoreRequest, ...]
+    ) -> tuple[tuple[messages.EngineCoreRequest, ...], tuple[str, ...]]:
         """Return the requests with grammars that can be enforced, and the keywords that the first one's leaves out."""
         sampling = requests[0].sampling
         unenforced: tuple[str, ...] = ()
-        changed: dict[int, SamplingParams] = {}  # by the id of the original, which requests mostly share
-        grammars: dict[StructuredOutput, CompiledGrammar | None] = {}
+        changed: dict[int, messages.SamplingParams] = {}  # by the id of the original, which requests mostly share
+        grammars: dict[messages.StructuredOutput, CompiledGrammar | None] = {}
         for request in requests:
             structured = request.sampling.structured_output
             if structured is None or id(request.sampling) in changed:
@@ -187,7 +167,9 @@ class AsyncLLM:
             for request in requests
         ), unenforced
 
-    async def _grammar(self, structured: StructuredOutput, request: EngineCoreRequest) -> CompiledGrammar | None:
+    async def _grammar(
+        self, structured: messages.StructuredOutput, request: messages.EngineCoreRequest
+    ) -> CompiledGrammar | None:
         """Wait for a grammar and return it; None at the request's deadline. Raises InvalidRequest if it cannot be
         enforced. A cancelled caller leaves the compiler's queue."""
         if self._grammars is None:
@@ -207,18 +189,18 @@ class AsyncLLM:
                 future.cancel()
         return None if future.cancelled() else future.result()
 
-    async def _check(self, requests: tuple[EngineCoreRequest, ...]) -> list[list[EngineCoreRequest]]:
+    async def _check(self, requests: tuple[messages.EngineCoreRequest, ...]) -> list[list[messages.EngineCoreRequest]]:
         """Return the choices of each of these prompts. Raises InvalidRequest."""
         inputs = self._available_inputs()
         if inputs.cost(requests) <= INLINE_MICROSECONDS:
             return inputs.process(requests)
         return await self._checking.run(lambda: inputs.process(requests))
 
-    async def _add(self, choices: list[list[EngineCoreRequest]]) -> None:
+    async def _add(self, choices: list[list[messages.EngineCoreRequest]]) -> None:
         """Put all choices on the channel. Other tasks run after every `TOKENS_AT_ONCE` tokens of prompts."""
         num_tokens = 0
         for children in choices:
-            self._client.send(AddRequests.of(children))
+            self._client.send(commands.AddRequests.of(children))
             num_tokens += len(children[0].prompt_token_ids)
             if num_tokens >= TOKENS_AT_ONCE:
                 num_tokens = 0
@@ -250,7 +232,7 @@ class AsyncLLM:
         return getattr(self._client, "num_blocks", at_first)
 
     @property
-    def routing(self) -> RoutingStats | None:
+    def routing(self) -> messages.RoutingStats | None:
         """The state of the routing among several engines; None for one engine."""
         return getattr(self._client, "routing", None)
 
@@ -273,30 +255,30 @@ class AsyncLLM:
         """The number of unfinished choices."""
         return self._outputs.num_choices
 
-    def _receive(self, events: list[Event]) -> None:
+    def _receive(self, events: list[commands.Event]) -> None:
         started = time.thread_time()
         for event in events:
             self._take(event)
         failed = self._outputs.hand_over()
         if failed:
-            self._client.send(FinishRequests(failed, FinishReason.ABORT))
+            self._client.send(commands.FinishRequests(failed, messages.FinishReason.ABORT))
         self._observer.on_delivery(time.thread_time() - started)
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, EngineCoreOutputs):
+    def _take(self, event: commands.Event) -> None:
+        if isinstance(event, messages.EngineCoreOutputs):
             self.last_stats = event.stats
             self._take_costs(event.stats.step_costs)
             stopped = self._outputs.process(event)
             if stopped:
-                self._client.send(FinishRequests(stopped, FinishReason.STOP))
-        elif isinstance(event, EngineReady):
+                self._client.send(commands.FinishRequests(stopped, messages.FinishReason.STOP))
+        elif isinstance(event, messages.EngineReady):
             self.ready = event
             self._inputs = InputProcessor(
                 self._tokenizer, vocab_size=event.vocab_size, max_model_len=event.max_model_len, seed=self._seed
             )
             self._take_costs(event.step_costs)
             self._loaded.set()
-        elif isinstance(event, EngineDied):
+        elif isinstance(event, commands.EngineDied):
             self.error = event.error
             dead = EngineDead("the engine has ended; restart the server")
             dead.__cause__ = event.error

@@ -19,18 +19,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from engine.commands import (
-    AddRequests,
-    Answer,
-    ChargeTenants,
-    Command,
-    EngineDied,
-    Event,
-    FinishRequests,
-    PublishKVEvents,
-    Question,
-    RequestsBegun,
-)
+from engine import commands
 from engine.costs.table import StepCostTable
 from engine.errors import EngineDead, EngineLost, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RoutingStats, SchedulerStats
@@ -126,16 +115,16 @@ class DataParallelClient:
             finally:
                 if not self._over:
                     self._end()
-                    deliver([EngineDied(EngineDead("the engine has been shut down"))])
+                    deliver([commands.EngineDied(EngineDead("the engine has been shut down"))])
                 task_group.cancel_scope.cancel()  # a cancelled replica still sends Close and waits
 
-    def send(self, command: Command) -> None:
+    def send(self, command: commands.Command) -> None:
         """Send a command about requests to the engines of these requests, any other command to every engine."""
         match command:
-            case AddRequests():
+            case commands.AddRequests():
                 self._limits.hold(command)  # if no engine runs, until one does
                 self._start(command.choices[0].tenant)
-            case FinishRequests(request_ids, reason):
+            case commands.FinishRequests(request_ids, reason):
                 by_replica: dict[int, list[str]] = {}
                 for request_id in request_ids:
                     placed = self._placed.get(request_id)
@@ -145,7 +134,7 @@ class DataParallelClient:
                         self._forget(request_id, by_itself=reason in WHOLE)
                         by_replica.setdefault(placed.replica.index, []).append(request_id)
                 for index, ids in by_replica.items():
-                    self.replicas[index].client.send(FinishRequests(ids, reason))
+                    self.replicas[index].client.send(commands.FinishRequests(ids, reason))
             case _:
                 for index in self._alive():
                     self.replicas[index].client.send(command)
@@ -153,10 +142,10 @@ class DataParallelClient:
     def _start(self, tenant: str) -> None:
         """Place the held prompts of the tenant that may run now."""
         while (alive := self._open()) and (prompt := self._limits.next(tenant)) is not None:
-            assert isinstance(prompt, AddRequests)
+            assert isinstance(prompt, commands.AddRequests)
             self._place(prompt, alive)
 
-    def _place(self, command: AddRequests, alive: Sequence[int], *, again: bool = False) -> None:
+    def _place(self, command: commands.AddRequests, alive: Sequence[int], *, again: bool = False) -> None:
         """Choose an engine for the choices of a prompt and send them. A request is placed `again` only once."""
         first = command.choices[0]
         index = self._router.choose(
@@ -173,9 +162,9 @@ class DataParallelClient:
             self._placed[request.request_id] = Placed(replica, request, length, None if again else command)
         replica.client.send(command)
 
-    async def query(self, question: Question) -> dict[int, Answer]:
+    async def query(self, question: commands.Question) -> dict[int, commands.Answer]:
         """Ask every live engine; engines that die before answering are left out."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, commands.Answer] = {}
         errors: list[Exception] = []
 
         async def ask(index: int) -> None:
@@ -241,19 +230,19 @@ class DataParallelClient:
                 return
             await anyio.sleep(RESTART_SECONDS * 2.0 ** min(replica.num_deaths - 1, MAX_DOUBLINGS))
 
-    def _receive(self, replica: Replica, events: list[Event]) -> None:
-        for_all: list[Event] = []
+    def _receive(self, replica: Replica, events: list[commands.Event]) -> None:
+        for_all: list[commands.Event] = []
         for event in events:
             try:
                 for_all += self._take(replica, event)
             except Exception as error:  # an engine with invalid events counts as dead
                 died = EngineDead(f"an event of the engine is invalid: {error}")
                 died.__cause__ = error
-                for_all += self._take(replica, EngineDied(died))
+                for_all += self._take(replica, commands.EngineDied(died))
         if for_all:
             self._deliver(for_all)
 
-    def _take(self, replica: Replica, event: Event) -> list[Event]:
+    def _take(self, replica: Replica, event: commands.Event) -> list[commands.Event]:
         """Account for an event, and return the events to deliver for it."""
         if self._over or replica.ended.is_set():
             return []
@@ -279,15 +268,15 @@ class DataParallelClient:
             elif len(self._alive()) == self._fleet.size:
                 self._announced = True
                 return [as_one_engine([each.engine_info for each in self.replicas if each.engine_info is not None])]
-        elif isinstance(event, RequestsBegun):
+        elif isinstance(event, commands.RequestsBegun):
             for request_id in event.request_ids:
                 if request_id in self._placed:
                     self._placed[request_id].command = None
-        elif isinstance(event, EngineDied):
+        elif isinstance(event, commands.EngineDied):
             return [self._mark_dead(replica, event)]
         return []
 
-    def _mark_dead(self, replica: Replica, died: EngineDied) -> Event:
+    def _mark_dead(self, replica: Replica, died: commands.EngineDied) -> commands.Event:
         """End the requests of a replica that has died, or the whole engine; return the event that says so."""
         lost, error = list(replica.requests), died.error
         replica.num_deaths += 1
@@ -319,12 +308,12 @@ class DataParallelClient:
     def _place_again(self, lost: dict[str, Placed]) -> list[str]:
         """Give the requests that had not begun to other engines, if there are any. Return the ids of the others."""
         alive = self._open()
-        commands = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
-        if not alive or not commands:
+        waiting = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
+        if not alive or not waiting:
             return list(lost)
-        for command in commands.values():
+        for command in waiting.values():
             choices = [each for each in command.choices if each.request_id in lost and lost[each.request_id].command]
-            self._place(AddRequests(command.prompt_token_ids, choices), alive, again=True)
+            self._place(commands.AddRequests(command.prompt_token_ids, choices), alive, again=True)
             self.num_placed_again += len(choices)
         return [request_id for request_id, placed in lost.items() if placed.command is None]
 
@@ -350,14 +339,14 @@ class DataParallelClient:
         self._shared = now
         for replica, served in zip(self.replicas, self._shares.take(), strict=True):
             if served and replica.engine_info is not None:
-                replica.client.send(ChargeTenants(served))
+                replica.client.send(commands.ChargeTenants(served))
 
     def _ask(self, replica: Replica) -> None:
         """Have an engine publish its whole prefix cache, and then what changes."""
         now = time.monotonic()
         if now - replica.asked >= ASKING_SECONDS:
             replica.asked = now
-            replica.client.send(PublishKVEvents(self._router.key))
+            replica.client.send(commands.PublishKVEvents(self._router.key))
 
     async def _look(self) -> None:
         """Ask again for lost KV events, even if no further event shows the loss. End held requests that are past their
@@ -373,7 +362,7 @@ class DataParallelClient:
             for replica in self.replicas:
                 if replica.busy_since is not None and now - replica.busy_since > self._stall_limit:
                     error = EngineLost(f"the engine has work and made no step for {self._stall_limit:g} s")
-                    self._receive(replica, [EngineDied(error)])
+                    self._receive(replica, [commands.EngineDied(error)])
             late = [request_id for request_id in self._limits.late(now) if self._limits.drop(request_id)]
             if late and not self._over:
                 self._deliver([self._merged([timed_out(each) for each in late], NOTHING_DONE, now)])

@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from engine import messages
 from engine.commands import AddRequests
-from engine.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-    SchedulerStats,
-)
 
 if TYPE_CHECKING:  # it brings ZMQ
     from engine.transport.process_client import ProcessClient
 
-NOTHING_DONE = SchedulerStats(
+NOTHING_DONE = messages.SchedulerStats(
     step=0,
     num_running=0,
     num_waiting=0,
@@ -39,7 +32,7 @@ class Placed:
     """A request in an engine. While it waits there, `command` can be given to another engine, once."""
 
     replica: Replica
-    request: EngineCoreRequest
+    request: messages.EngineCoreRequest
     prompt_tokens: int  # that have not been charged to the tenant
     command: AddRequests | None
 
@@ -51,7 +44,7 @@ class Replica:
         self.index = index
         self.is_wanted = is_wanted  # if not, it gets no new requests, and ends after its last one
         self._make = make
-        self.engine_info: EngineReady | None = None  # while the engine lives
+        self.engine_info: messages.EngineReady | None = None  # while the engine lives
         self.requests: dict[str, float] = {}  # with the time when each was sent
         self.client = make(index)
         self.num_starts = 0
@@ -91,7 +84,7 @@ class Replica:
         return None if oldest is None else max(self.client.last_progress, oldest)
 
 
-def as_one_engine(engines: Sequence[EngineReady]) -> EngineReady:
+def as_one_engine(engines: Sequence[messages.EngineReady]) -> messages.EngineReady:
     """Return one description of all engines: the limits that hold for each, and their blocks together."""
     return msgspec.structs.replace(
         engines[0],
@@ -104,13 +97,13 @@ def as_one_engine(engines: Sequence[EngineReady]) -> EngineReady:
 
 def merged(
     replicas: Sequence[Replica],
-    outputs: list[EngineCoreOutput],
-    stats: SchedulerStats,
+    outputs: list[messages.EngineCoreOutput],
+    stats: messages.SchedulerStats,
     timestamp: float,
     *,
     step: int,
     num_held: int,
-) -> EngineCoreOutputs:
+) -> messages.EngineCoreOutputs:
     """Return one replica's step as a step of all: its counters, and the levels of all. `num_held`: requests that are
     in no engine yet."""
     alive = [(each.engine_info.num_blocks, each.stats) for each in replicas if each.engine_info is not None]
@@ -122,9 +115,11 @@ def merged(
         num_waiting=sum(each.num_waiting for _, each in alive) + num_held,
         kv_cache_usage=sum(blocks * each.kv_cache_usage for blocks, each in alive) / num_blocks,
     )
-    return EngineCoreOutputs(outputs=outputs, stats=levels, timestamp=timestamp)
+    return messages.EngineCoreOutputs(outputs=outputs, stats=levels, timestamp=timestamp)
 
 
-def timed_out(request_id: str) -> EngineCoreOutput:
+def timed_out(request_id: str) -> messages.EngineCoreOutput:
     """Return the end of a request that was not given to an engine in time."""
-    return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)
+    return messages.EngineCoreOutput(
+        request_id=request_id, new_token_ids=[], finish_reason=messages.FinishReason.TIMEOUT
+    )

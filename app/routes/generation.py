@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 from anyio import to_thread
@@ -21,7 +21,6 @@ from app.serving.generation import (
     parse,
     warn_of_left_out,
 )
-from app.serving.prompts import Prompts
 from app.serving.server import Server, ServerHandler
 from engine.messages import Pooling
 from protocol.answers import Detokenized, InputTokens, Tokens, encode
@@ -32,6 +31,9 @@ from protocol.openai.generation import GenerationRequest
 from protocol.operations import GenerationRoute
 from protocol.registry import DIALECTS, DetokenizeRequest, TokenizeChatRequest, parse_tokenize
 from protocol.request_fields import RequestFields
+
+if TYPE_CHECKING:
+    from app.serving.prompts import Prompts
 
 
 def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -21,7 +22,6 @@ from app.admission.admission import QueueTicket
 from app.http.record import MAX_CHARACTERS, MAX_MESSAGES, Phase, Transcript
 from app.http.scope import RequestScope
 from app.runtime import INLINE_ANSWER, weight_of, weight_so_far
-from app.serving.prompts import Prompts
 from app.serving.server import ServedModel, Server
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
@@ -34,6 +34,9 @@ from protocol.openai.generation import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY, TruncatedPrompt
 from protocol.syntax.message_syntax import PROMPT_TAIL
 from protocol.tools.unsupported import IgnoredParts
+
+if TYPE_CHECKING:
+    from app.serving.prompts import Prompts
 
 # The estimate that admission uses until the prompt is tokenized.
 CHARACTERS_PER_TOKEN = 4

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Loads on construction, which takes seconds to minutes; raises ConfigError where the options cannot work."""
+    """A device with a loaded model. Construction takes seconds to minutes; it raises ConfigError for wrong options."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Worker:
         agree: Callable[[KVCacheSize], KVCacheSize] = lambda size: size,
         progress: Progress = no_progress,
     ) -> None:
-        """Of `text`, if there is one, `perplexity` is computed: a string for the log.
+        """Load the model. If there is a `text`, compute its `perplexity` for the log.
 
-        One rank of several has its own `spec` (`gpu.model_loader.rank_spec`) and the weights of that, a `communicator`
-        where its stage has several tensor ranks, and `links` to the stages beside its own. `agree` makes of the KV
-        cache that it can have the one that all ranks can. `progress` hears how far the warm-up of a CUDA device is.
+        One of several ranks has its own `spec` (`gpu.model_loader.rank_spec`) and the weights for it, a `communicator`
+        if its stage has several tensor ranks, and `links` to the stages before and after. `agree` takes the KV cache
+        that the rank could have, and returns the one that all ranks can. `progress` is called during the warm-up.
         """
         self.device = use_device(options.device)
         self._on_cuda = self.device != "cpu"
@@ -105,7 +105,7 @@ class Worker:
             self._entered.num_threads = self._num_threads
 
     def start_profile(self) -> WorkerProfile:
-        """Record what it does."""
+        """Begin to record the worker's work."""
         from gpu.profile import HostProfile, TorchProfile
 
         if self._native is not None and isinstance(self.runner, ModelRunner):
@@ -113,11 +113,11 @@ class Worker:
         return TorchProfile()
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """How many tokens each expert of each layer has had."""
+        """Return the tokens that each expert of each layer has had."""
         return [] if self._model is None else [counts.tolist() for counts in self._model.tokens_of_experts]
 
     def shutdown(self) -> None:
-        """Give model and cache back, when the steps in flight are over. The last thing that is asked of a worker."""
+        """Free the model and the cache when the steps in flight are over. The worker cannot be used afterwards."""
         if self._on_cuda:
             from gpu.device.warm_up import synchronize
 
@@ -170,9 +170,8 @@ class Worker:
 
 
 # ----------------------------------------------------------------------------------------------------------- perplexity
-# How well a model reads a short text, told where weights were quantized at load: so a model that this spoils shows.
-#
-# The worker asks when the model has its cache, before anybody else does.
+# The perplexity of a short text, logged if weights were quantized at load: it shows whether that spoiled the model. It
+# is computed when the model has its cache, before the first step.
 
 
 _TEXT = """\
@@ -187,8 +186,8 @@ when is a request over? When its answer is complete, when its time is up, or whe
 first. Then everything that it had is given back: its place in the queue, its blocks and its row in the batch. If one \
 of the three is answered badly, the machine may be fast and people will still find it slow.
 """
-_MOST_PRODUCTS = 30 * 10**9  # a second of one thread without much help from its processor
-_FEWEST_TOKENS = 32  # of a model so large that these take longer
+_MOST_PRODUCTS = 30 * 10**9  # a second of one thread on a slow processor
+_FEWEST_TOKENS = 32  # for a model so large that these take longer
 
 
 class Perplexity(NamedTuple):
@@ -202,14 +201,14 @@ class Perplexity(NamedTuple):
 
 
 def sample_text(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Tokens of the text, some two hundred, or fewer for a large model."""
+    """Return some two hundred tokens of the text, fewer for a large model."""
     num_weights = sum(map(math.prod, tensor_shapes(config).values()))
     known = [token for token in tokenizer.encode(_TEXT).ids if token < config.vocab_size]
     return known[: max(_FEWEST_TOKENS, _MOST_PRODUCTS // num_weights)]
 
 
 def perplexity(model: LanguageModel, token_ids: Sequence[int], block_size: int, num_groups: int = 1) -> Perplexity:
-    """Of all tokens but the first, in one pass. It overwrites the first blocks of the model's cache."""
+    """Compute the perplexity of all tokens except the first, in one pass. It overwrites the cache's first blocks."""
     count = len(token_ids)
     inputs = ModelInputs(
         input_ids=np.array(token_ids, dtype=np.int64),

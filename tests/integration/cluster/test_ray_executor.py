@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_is_named_with_its_machine(found: dict[str, Any]) 
 
 
 def test_what_a_rank_cannot_load_is_told_as_it_is(found: dict[str, Any]) -> None:
-    assert found["refused"].startswith("ConfigError: tensor_parallel_size is 2: tensor ranks of the CPU library share")
+    assert found["refused"].startswith("ConfigError: tensor_parallel_size is 2: tensor ranks of the C++ library share")
 
 
 def test_no_rank_is_left(found: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ async def detokenize(server: Server, request: RequestScope) -> None:
 
 
 async def embeddings(server: Server, request: RequestScope) -> None:
-    """POST /v1/embeddings: embed every input, each as a request to the engine that generates nothing."""
+    """Answer an embeddings request: embed every input, each as a request to the engine that generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
     await warn_of_left_out(server, request, body)
     model = server.model

@@ -1,4 +1,4 @@
-"""What runs a plan.
+"""The runners, which execute plans.
 
 In reading order:
 

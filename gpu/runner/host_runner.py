@@ -1,8 +1,5 @@
-"""The runner that keeps its batch on the host and waits for its tokens.
-
-Made by the worker and used by its thread alone. It owns the row table and the input batch; the model is handed
-in.
-"""
+"""The runner that keeps its batch on the host and waits for its tokens. The worker makes it; only its thread uses
+it."""
 
 from __future__ import annotations
 
@@ -22,26 +19,26 @@ from gpu.sampling.draw import Shards
 from gpu.sampling.logits import Penalized, logits_mask
 from gpu.sampling.sampler import SamplerOutput, SamplingMetadata, sample, token_logprobs
 
-# Rows of logits that are made at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
-# step: the page faults alone took three times as long as the matrix product. 64 rows stay in memory that it keeps.
+# Rows of logits computed at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every step: the
+# page faults alone took three times as long as the matrix product. 64 rows stay in memory that malloc keeps.
 MAX_LOGITS_ROWS = 64
 
 
 class ModelRunner:
-    """A `gpu.runner.runner.Runner` whose steps have run when `submit` returns."""
+    """A `gpu.runner.runner.Runner` that has run a step when `submit` returns."""
 
     def __init__(
         self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS, shards: Shards | None = None
     ) -> None:
-        """With `links` the model is one stage of a pipeline. Only the last one samples; the others are told its tokens
-        (`record`). With `shards` it samples together with other ranks."""
+        """Take a model, which with `links` is one stage of a pipeline: only the last one samples, and `record` gives the others
+        its tokens. With `shards` it samples together with other ranks."""
         self.rows = RowTable(sizes)
         self.input_batch = InputBatch(self.rows, sizes)
         self._model = model
         self._prompt_outputs = PromptOutputs(MAX_LOGITS_ROWS)
         self._links = links
         self._shards = shards
-        self._unsampled: deque[tuple[list[str], StepShape]] = deque()  # steps whose tokens are not known here yet
+        self._unsampled: deque[tuple[list[str], StepShape]] = deque()  # steps with tokens that are not known here yet
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
         return FinishedStep(self._execute(plan, abandoned))
@@ -50,8 +47,8 @@ class ModelRunner:
         return False
 
     def record(self, sampled_token_ids: list[list[int]] | None) -> None:
-        """Take in what the last stage has sampled in the oldest step of which it is not known here, in the order of its
-        plan; None if it was abandoned there. Tokens of requests that are gone are not missed."""
+        """Record the last stage's tokens of the oldest step that lacks them, in the order of its plan; None if that
+        stage abandoned the step. Tokens of removed requests are dropped."""
         request_ids, shape = self._unsampled.popleft()
         if sampled_token_ids is None:
             return
@@ -62,7 +59,7 @@ class ModelRunner:
         self.input_batch.record(shape.sampling_rows[here], shape.positions[here], token_ids[here])
 
     def swap_model(self, model: LanguageModel) -> LanguageModel:
-        """Let this one compute; returns the one that has so far."""
+        """Compute with this model from now on; return the one before."""
         model, self._model = self._model, model
         return model
 
@@ -86,7 +83,7 @@ class ModelRunner:
             self._unsampled.append((list(plan.request_ids), shape))
             return ModelRunnerOutput(sampled_token_ids=[[] for _ in plan.request_ids], logprobs={})
         sampled = self._sample(hidden, shape, None if plan.masks is None else plan.masks.result())
-        self.input_batch.append(shape, sampled.token_ids)
+        self.input_batch.record(shape.sampling_rows, shape.positions, sampled.token_ids)
         self.rows.advance(shape)
         states_finite = None if shape.is_decode else _finite(hidden)
         output = shape.output(sampled.token_ids, sampled.finite, sampled.logprobs, states_finite)
@@ -94,7 +91,7 @@ class ModelRunner:
         return output
 
     def _sample(self, hidden: NDArray[np.float32], shape: StepShape, masks: TokenMasks | None) -> SamplerOutput:
-        """The tokens of the sampled positions; logits are computed of no others."""
+        """Sample the tokens of the sampled positions, and compute logits of no others."""
         starts = range(0, len(shape.samples), MAX_LOGITS_ROWS)
         parts = [self._sample_part(hidden, shape, masks, slice(start, start + MAX_LOGITS_ROWS)) for start in starts]
         if len(parts) == 1:
@@ -141,7 +138,7 @@ def _finite(hidden: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class _HostHiddenStates:
-    """`gpu.runner.prompt_outputs.HiddenStates` of a model on the host."""
+    """Implements `gpu.runner.prompt_outputs.HiddenStates` for a model on the host."""
 
     model: LanguageModel
     hidden: NDArray[np.float32]  # [T, hidden]
@@ -155,14 +152,12 @@ class _HostHiddenStates:
 
 
 # ---------------------------------------------------------------------------------------------------------- input batch
-# The input batch: tokens and blocks of the row table's rows, kept on the host, and a step's inputs made from them.
-#
-# Owned by the model runner and used by its thread alone. The arrays are allocated for the largest batch and the longest
-# context at once, and since they start as zero pages the operating system commits only the parts that are touched.
+# The arrays are allocated for the largest batch and the longest context at once. They start as zero pages, so the
+# operating system commits only the parts that are touched.
 
 
 class InputBatch:
-    """A `RowStore` on the host. Not thread-safe."""
+    """A `RowStore` on the host: tokens and blocks of all rows, and the inputs of a step. Not thread-safe."""
 
     def __init__(self, table: RowTable, sizes: BatchSizes) -> None:
         self.block_size = sizes.block_size
@@ -186,8 +181,8 @@ class InputBatch:
         self.penalized.remove(row)
 
     def inputs(self, shape: StepShape) -> ModelInputs:
-        """What a step gives the model."""
-        # Token t of request i stands at position first_positions[i] + (t - query_start_loc[i]).
+        """Return the model's inputs of a step."""
+        # Token t of request i has position first_positions[i] + (t - query_start_loc[i]).
         token_rows = np.repeat(shape.rows, shape.query_lens)
         positions = np.arange(shape.query_start_loc[-1], dtype=np.int64)
         positions += np.repeat(self._num_computed_tokens[shape.rows] - shape.query_start_loc[:-1], shape.query_lens)
@@ -202,11 +197,7 @@ class InputBatch:
             num_prompt_tokens=self._num_prompt_tokens[shape.rows],
         )
 
-    def append(self, shape: StepShape, token_ids: NDArray[np.int64]) -> None:
-        """Record what a step has sampled, int64 [S]."""
-        self.record(shape.sampling_rows, shape.positions, token_ids)
-
     def record(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """These tokens now stand at these positions of their rows."""
+        """Store sampled tokens at these positions of their rows, all int64 [S]."""
         self.token_ids[rows, positions] = token_ids
         self.penalized.append(rows, token_ids)

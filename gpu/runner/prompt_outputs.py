@@ -1,6 +1,6 @@
-"""What a request wants of its prompt besides an answer to it: log-probabilities of its tokens, pooled hidden states.
+"""Log-probabilities of prompts' tokens and pooled hidden states, for both runners.
 
-Both runners import it. Few requests ask, so a step in which nobody does costs one look at an empty dictionary.
+Few requests ask for them; a step without any costs one look at an empty dictionary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpu.sampling.columns import how_many
 
 @dataclass
 class _Prompt:
-    """One request that asks, and what has been summed up of it."""
+    """One asking request, and the sum of its hidden states so far."""
 
     token_ids: NDArray[np.int64]  # [P]
     num_logprobs: int | None
@@ -28,21 +28,21 @@ class _Prompt:
 
 
 class HiddenStates(Protocol):
-    """The last hidden states of a step's T tokens, wherever they are."""
+    """The last hidden states of a step's T tokens, on the host or a device."""
 
     def rows(self, part: slice) -> NDArray[np.float32]:
-        """[n, hidden] of these tokens."""
+        """Return those of these tokens, [n, hidden]."""
         ...
 
     def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
-        """What these tokens make of the ones that follow them, `token_ids` [n]."""
+        """Return the log-probabilities of the tokens that follow these tokens, `token_ids` [n]."""
         ...
 
 
 class PromptOutputs:
-    """Remembers who asks from the plan that brings a request to the plan that removes it. Not thread-safe.
+    """The asking requests, each from the plan that brings it to the plan that removes it. Not thread-safe.
 
-    Logits are made of at most `max_logits_rows` positions at a time, because those of a whole chunk would take
+    Logits are computed for at most `max_logits_rows` positions at a time, because those of a whole chunk would take
     hundreds of megabytes.
     """
 
@@ -51,7 +51,7 @@ class PromptOutputs:
         self._asking: dict[str, _Prompt] = {}
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Take in a plan's diffs."""
+        """Apply a plan's removals and new requests."""
         for request_id in plan.removed_request_ids:
             self._asking.pop(request_id, None)
         for request in plan.new_requests:
@@ -60,11 +60,11 @@ class PromptOutputs:
 
     @property
     def is_asked(self) -> bool:
-        """Whether anybody is here that asks."""
+        """True if any request asks."""
         return bool(self._asking)
 
     def add_to(self, output: ModelRunnerOutput, plan: SchedulerOutput, shape: StepShape, hidden: HiddenStates) -> None:
-        """Put what this step gives to those who ask into its `output`."""
+        """Add the step's results for asking requests to its `output`."""
         if not self._asking:
             return
         for place, index in enumerate(shape.order.tolist()):
@@ -84,7 +84,7 @@ class PromptOutputs:
                     output.embeddings[index] = _pooled(prompt)
 
     def _logprobs(self, prompt: _Prompt, hidden: HiddenStates, first: int, start: int, end: int) -> list[TokenLogprobs]:
-        """The hidden state at a position tells the next token's probability: entries for positions `start` + 1 on.
+        """Return entries for positions `start` + 1 on, because a hidden state gives the probability of the next token.
         The prompt's tokens `start` to `end` are the step's from `first` on."""
         targets = prompt.token_ids[start + 1 : end + 1]
         entries: list[TokenLogprobs] = []

@@ -1,9 +1,9 @@
-"""The row table: what a runner remembers of every request between steps, and what a step is to these rows.
+"""The row table: the state of every request between a runner's steps, and the shape of a step over these rows.
 
-Owned by a runner and used by its thread alone. A request has one row from the plan that brings it to the plan that
-removes it, so a step costs only its diffs; all else is gathers over whole columns, never a loop over requests. How many
-tokens a row holds does not depend on which they are, so the table is the same for a runner that waits for them and for
-one that does not. The tokens themselves, and the block tables, lie where the runner computes: in its `RowStore`.
+A request has one row from the plan that brings it to the plan that removes it, so a step costs only its diffs; the rest
+is gathers over whole columns, never a loop over requests. The number of a row's tokens does not depend on their values,
+so the table is the same for a runner that waits for tokens and one that does not. The tokens themselves and the block
+tables are in the runner's `RowStore`. Only the runner's thread uses the table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 class BatchSizes(NamedTuple):
-    """What a batch has room for."""
+    """The sizes of a batch."""
 
     max_num_seqs: int
     max_model_len: int  # tokens of the longest context
@@ -39,13 +39,13 @@ class BatchSizes(NamedTuple):
 
     @property
     def row_len(self) -> int:
-        """Tokens that a row takes, one more than `max_model_len`: the last sample of a request that fills its context
-        is recorded too, though it is never computed."""
+        """Tokens of a row, one more than `max_model_len`: the last sample of a request that fills its context is
+        recorded too, though it is never computed."""
         return self.max_model_len + 1
 
     @property
     def row_blocks(self) -> int:
-        """As many blocks."""
+        """Blocks of a row, for `row_len` tokens."""
         return -(-self.row_len // self.block_size)
 
 
@@ -53,8 +53,8 @@ class BatchSizes(NamedTuple):
 class StepShape:
     """One step as the host knows it: B requests, T tokens in all, S positions at which a token is sampled.
 
-    The requests stand in device order: those with one token first, as `AttentionMetadata` wants them, otherwise as in
-    the plan. The sampled positions of a request are its last ones in the step, one or several.
+    The requests are in device order: those with one token first, as `AttentionMetadata` requires, otherwise as in the
+    plan. The sampled positions of a request are its last ones in the step, one or several.
     """
 
     order: NDArray[np.int64]  # [B], the index in the plan of the request at each place
@@ -62,8 +62,8 @@ class StepShape:
     query_lens: NDArray[np.int32]  # [B]
     seq_lens: NDArray[np.int32]  # [B], all tokens up to the last one of this step
     query_start_loc: NDArray[np.int32]  # [B + 1]
-    num_decodes: int  # how many have exactly one token
-    samples: NDArray[np.int64]  # [S], places, ascending: each as often as it has sampled positions
+    num_decodes: int  # the number of requests with exactly one token
+    samples: NDArray[np.int64]  # [S], indices into the requests, ascending: each once per sampled position
     logits_indices: NDArray[np.int64]  # [S], the sampled positions among the T tokens
     positions: NDArray[np.int64]  # [S], of the tokens to be sampled, counted from the start of their prompts
 
@@ -73,7 +73,7 @@ class StepShape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether everybody has one token and samples the next."""
+        """True if every request has one token and samples the next."""
         return self.num_decodes == len(self.rows) == len(self.samples)
 
     def output(
@@ -83,11 +83,11 @@ class StepShape:
         logprobs: dict[int, TokenLogprobs],
         states_finite: NDArray[np.bool_] | None = None,
     ) -> ModelRunnerOutput:
-        """What was sampled, in the order of the plan. The arrays are [S], and `logprobs` is by index into them.
+        """Return the sampled tokens in the order of the plan. The arrays are [S]; `logprobs` is by index into them.
 
-        `states_finite`, [T], tells of the state of every token, whether or not it is sampled from; None where all are
-        sampled from. Attention may bring what is not finite to tokens before it (a weight of 0 times NaN), so nothing
-        that such a step computed of the request is to be found by others.
+        `states_finite`, [T], is False for tokens with a state that is not finite; None where all tokens are sampled
+        from. Attention can spread NaN to earlier tokens (a weight of 0 times NaN), so no block that such a step
+        computed for the request may be shared.
         """
         plan_indices = self.order[self.samples]
         sampled: list[list[int]] = [[] for _ in range(len(self.order))]
@@ -104,21 +104,21 @@ class StepShape:
 
 
 class RowStore(Protocol):
-    """Where the tokens and block tables of the rows lie."""
+    """The tokens and block tables of the rows, in the runner's memory."""
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """A request has got this row, and its columns are filled; its blocks follow."""
+        """Store a new request's tokens. Its columns are filled; its blocks follow."""
         ...
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
-        """More blocks, from place `start` on of the tables of all groups: a block of each for every place."""
+        """Store blocks from index `start` on of the tables of all groups: for each index, one block of every group."""
         ...
 
     def remove(self, row: int) -> None: ...
 
 
 class RowTable:
-    """Columns by stable row. Not thread-safe."""
+    """The columns of all requests, by rows that do not move. Not thread-safe."""
 
     def __init__(self, sizes: BatchSizes) -> None:
         self.columns = make_columns(COLUMNS, sizes.max_num_seqs)
@@ -130,30 +130,30 @@ class RowTable:
         self._num_computed_tokens = self.columns["num_computed_tokens"]
         self._num_blocks = [0] * sizes.max_num_seqs
         self._rows: dict[str, int] = {}
-        self._broken: set[str] = set()  # requests of plans whose diffs were applied only in part, until their removal
-        self._free_rows = list(reversed(range(sizes.max_num_seqs)))  # low ones first: less memory is touched
+        self._broken: set[str] = set()  # requests of plans with partly applied diffs, until their removal
+        self._free_rows = list(reversed(range(sizes.max_num_seqs)))  # low rows first, so that less memory is touched
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, request_id: str) -> int:
-        """The row of a request that is here. Raises KeyError for any other."""
+        """Return the row of a request. Raises KeyError for an unknown one."""
         return self._rows[request_id]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rows
 
     def apply(self, plan: SchedulerOutput, store: RowStore) -> None:
-        """Take in a plan's diffs: first the removals, then the new requests, then blocks for the known ones.
+        """Apply a plan's diffs: first the removals, then the new requests, then blocks for the known ones.
 
-        Removing what is not here is a no-op, because the plan that brought it may have failed before it got a row.
+        Removing an unknown request is a no-op, because the plan that brought it may have failed before it got a row.
         Raises KeyError for blocks of an unknown request, ValueError for a new one that is known already or does not
-        fit: mistakes of the scheduler, never of a client.
+        fit: errors of the scheduler, never of a client.
         """
         for request_id in plan.removed_request_ids:
             self._remove(request_id, store)
         if not self._broken.isdisjoint(plan.request_ids):
-            raise ValueError("The plan contains requests whose earlier diffs were not applied.")
+            raise ValueError("The plan contains requests with earlier diffs that were not applied.")
         try:
             for request in plan.new_requests:
                 self._add(request, store)
@@ -165,7 +165,7 @@ class RowTable:
             raise
 
     def shape(self, plan: SchedulerOutput) -> StepShape:
-        """The step of a plan whose diffs have been applied, and that schedules at least one request."""
+        """Return the shape of a plan's step. Its diffs have been applied, and it schedules at least one request."""
         plan_rows = np.array([self._rows[request_id] for request_id in plan.request_ids], dtype=np.int64)
         scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
         order = np.argsort(scheduled != 1, kind="stable")
@@ -176,7 +176,7 @@ class RowTable:
 
         num_sampled = np.array(plan.num_sampled_tokens, dtype=np.int64)[order]
         samples = np.repeat(np.arange(len(rows)), num_sampled)
-        # How many tokens there are from each sampled position to the end of its request's: ..., 2, 1.
+        # The number of tokens from each sampled position to the end of its request's: ..., 2, 1.
         left = np.ones(len(samples), dtype=np.int64)
         if max(plan.num_sampled_tokens) > 1:
             left = np.cumsum(num_sampled)[samples] - np.arange(len(samples))
@@ -193,7 +193,7 @@ class RowTable:
         )
 
     def advance(self, shape: StepShape) -> None:
-        """Count what a step does: all its tokens are computed, and those that are sampled stand behind them."""
+        """Advance the counts by a step: all its tokens are computed, and the sampled ones follow them."""
         self._num_computed_tokens[shape.rows] = shape.seq_lens
         self._num_tokens[shape.sampling_rows] = shape.positions + 1
 

@@ -64,7 +64,7 @@ STAGES: dict[str, list[tuple[Any, str]]] = {
         (InputBatch, "append_blocks"),
         (InputBatch, "remove"),
         (InputBatch, "inputs"),
-        (InputBatch, "append"),
+        (InputBatch, "record"),
         (ModelRunner, "_sample"),
         (FinishedStep, "result"),
     ],

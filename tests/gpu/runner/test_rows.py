@@ -143,7 +143,7 @@ def test_random_plans_equal_a_naive_model(data: st.DataObject):
             shape = rows.shape(plan)
             sampling = check_inputs(shape, batch.inputs(shape), scheduled, known)
             sampled = np.array([data.draw(st.integers(0, 999)) for _ in sampling], dtype=np.int64)
-            batch.append(shape, sampled)
+            batch.record(shape.sampling_rows, shape.positions, sampled)
             rows.advance(shape)
             for r, count in scheduled.items():
                 known[r].num_computed += count
@@ -161,7 +161,7 @@ def test_a_request_may_fill_its_context_to_the_last_token():
     plan = plan_of({"a": 8}, new=[request])
     rows.apply(plan, batch)
     shape = rows.shape(plan)
-    batch.append(shape, np.array([99]))
+    batch.record(shape.sampling_rows, shape.positions, np.array([99]))
     rows.advance(shape)
     assert token_ids_of(rows, batch, "a") == [*range(8), 99]
 

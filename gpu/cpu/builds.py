@@ -1,6 +1,6 @@
-"""The builds of the library: what each needs of a processor, and what a compiler has to be told. Best first.
+"""The builds of the C++ library, best first: the processor that each needs, and its compiler options.
 
-setup.py reads it before there is anything to import, so it knows nothing of the rest.
+setup.py runs this file before anything is installed, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 
 class Build(NamedTuple):
+    """One build, for processors of one kind."""
+
     instructions: str  # for the log
     machine: str  # of `platform.machine()`
     flags: frozenset[str]  # of /proc/cpuinfo
@@ -24,8 +26,8 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _BF16 = (*_AVX512, "avx512_bf16")
 
-# Products of bytes (VNNI, ARM's dotprod and i8mm) are not among them: activations are never rounded to 8 bits. So
-# every 64-bit ARM processor runs the plain build, and float16 is only ever read, for which that has instructions.
+# No build uses products of bytes (VNNI, ARM's dotprod and i8mm), because activations are never rounded to 8 bits.
+# float16 is only read, which the plain build for 64-bit ARM can do too.
 BUILDS = {
     "_kernels_amx": _x86("AMX and AVX-512 with BF16", *_BF16, "amx_tile", "amx_bf16"),
     "_kernels_bf16": _x86("AVX-512 with BF16", *_BF16),

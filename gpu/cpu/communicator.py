@@ -1,7 +1,7 @@
-"""The ranks of one machine over a shared segment: csrc/ranks.h has its words, its promises and its waits.
+"""The ranks of one machine over a shared segment of memory, which csrc/ranks.h describes.
 
-Whoever starts the ranks makes a segment and hands its descriptor to all of them. Sums are added up in the ranks' order,
-so results depend on no timing; with the library's decoder, not on the number of ranks either.
+The process that starts the ranks makes a segment and passes its descriptor to all of them. Sums are added up in the
+ranks' order, so results do not depend on timing; with the library's decoder, not on the number of ranks either.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from engine.errors import ConfigError
 from gpu.cpu.library import Library
 from gpu.host import allocate
 
-TIMEOUT = 60.0  # seconds: of a rank that nobody has found to be stopped or gone, so rather long
+TIMEOUT = 60.0  # seconds; long, because ranks that stopped or ended are usually found earlier by other means
 
 
 def make_segment() -> int:
-    """A descriptor of memory for the ranks of one group, which is gone with its last descriptor and mapping."""
+    """Return a descriptor of memory for one group of ranks. The memory lives as long as a descriptor or a mapping."""
     return os.memfd_create("headrace-ranks", os.MFD_CLOEXEC)
 
 
 class SharedMemoryCommunicator:
-    """One of `size` ranks, for one thread at a time. All make the same calls in the same order.
+    """One of `size` ranks, for one thread at a time. All ranks make the same calls in the same order.
 
-    Each raises RankLost if a rank does not come within `timeout` seconds, or is said to be lost: for good. It is
-    named as the world counts, where this group's first rank is number `first`. A process is in one group.
+    A call raises RankLost if a rank does not join it within `timeout` seconds, or was declared lost, and then so does
+    every later call. The error has the rank's number in the world, where this group's first rank is number `first`. A
+    process is in one group.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class SharedMemoryCommunicator:
         self._functions.hr_barrier(self.handle)
 
     def all_reduce_(self, values: NDArray[np.float32]) -> None:
-        """Contiguous `values` become the sums over all ranks, the same bits on each."""
+        """Replace contiguous `values` by their sums over all ranks, the same bits on each."""
         assert values.dtype == np.float32
         assert values.flags.c_contiguous
         self._functions.hr_all_reduce(self.handle, values.ctypes.data, values.size)
 
     def all_gather(self, values: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float32]:
-        """[sizes[rank]] of each -> [sum of sizes], in the ranks' order."""
+        """Concatenate the values of all ranks, [sizes[rank]] of each -> [sum of sizes]."""
         assert values.dtype == np.float32
         assert values.size == sizes[self.rank]
         assert values.flags.c_contiguous
@@ -73,23 +74,24 @@ class SharedMemoryCommunicator:
         return gathered
 
     def lose(self, rank: int) -> None:
-        """End every wait of the group, at once: `rank` will not come any more. From any thread."""
+        """Declare `rank` lost, which ends every wait of the group at once. May be called from any thread."""
         self._functions.hr_lose(self._segment.ctypes.data, rank)
 
     def room(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of all ranks, which ask for as much, once. Raises HeadraceError if there is none."""
+        """Return memory that all ranks share. All call it once, with the same size. Raises HeadraceError if the system
+        has not enough."""
         return self._map(self._header, _pages(num_bytes))
 
     def _map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        allocate(self._descriptor, num_bytes, offset)  # all do
+        allocate(self._descriptor, num_bytes, offset)  # every rank does
         return np.frombuffer(mmap.mmap(self._descriptor, num_bytes, offset=offset), np.uint8)
 
 
 def segment_bytes(library: Library, size: int) -> int:
-    """What `size` ranks need to meet. Raises ConfigError for more than there can be."""
+    """Return the bytes that `size` ranks need for their synchronization. Raises ConfigError for too many ranks."""
     num_bytes: int = library.functions.hr_segment_bytes(size)
     if num_bytes < 0:
-        raise ConfigError("tensor_parallel_size", size, allowed="ranks of one machine are 64 at most", hint="64 works")
+        raise ConfigError("tensor_parallel_size", size, allowed="a machine has at most 64 ranks", hint="64 works")
     return num_bytes
 
 

@@ -1,9 +1,8 @@
-"""The decoder of `gpu.models.decoder`, computed by the library: same weights, one call a step.
+"""The decoder of `gpu.models.decoder`, computed by the C++ library: same weights, one call a step.
 
-What differs is where numbers are rounded. Weights keep the bits of a GGUF file; activations are rounded to bfloat16
-where they meet a matrix, if the processor multiplies bfloat16; everything between matrices is float32. A row's result
-is the same bits whatever else is in the batch, however its prompt was cut into chunks, and whether the prefix cache had
-part of it.
+Only the rounding differs. Weights keep the bits of a GGUF file; activations are rounded to bfloat16 for matrix
+products, if the processor multiplies bfloat16; everything between matrices is float32. The bits of a row's result do
+not depend on the rest of the batch, on the chunks of its prompt, or on how much of it the prefix cache had.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ from gpu.runner.runner import ModelInputs
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
-_LOGITS_ROWS = 64  # that ranks put side by side at a time
+_LOGITS_ROWS = 64  # rows of logits that ranks exchange at a time
 
-# What `forward` computes; a model with a part of any other kind is torch's.
+# The kinds of parts that `forward` computes; torch computes models with any other.
 _KINDS = {
     *(DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, RMSNormSpec, Part, Stack),
     *(SwiGLUSpec, GeGLUSpec, MoESpec, ClampedSwiGLUSpec),
@@ -71,7 +70,7 @@ class CPUCausalLM:
     """A `gpu.model_loader.ServedModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
 
     element_size = 2  # bytes of a number in the KV cache: bfloat16
-    shards = None  # logits of all ranks lie side by side
+    shards = None  # every rank has the logits of all tokens
 
     def __init__(
         self,
@@ -87,11 +86,11 @@ class CPUCausalLM:
         communicator: SharedMemoryCommunicator | None = None,
         max_num_batched_tokens: int = 0,
     ) -> None:
-        """Draws all weights. Raises ModelError if they are not those of `config`.
+        """Read all weights. Raises ModelError if they are not those of `config`.
 
-        `spec` is what a rank has of the model, cut by outputs (`gpu.sharding`). The tensor ranks of a stage need a
-        `communicator`, through which they give each other what they compute of up to `max_num_batched_tokens` tokens:
-        then every call is a call of all.
+        `spec` is a rank's part of the model, cut by outputs (`gpu.sharding`). The tensor ranks of a stage need a
+        `communicator`, through which they exchange results for up to `max_num_batched_tokens` tokens: then all ranks
+        make every call.
         """
         self.config = config
         self.block_size = block_size
@@ -127,7 +126,7 @@ class CPUCausalLM:
         self._weights.load(weights, config)
         self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
         self._logits = np.empty(0, dtype=np.float32)
-        self._width = -(-config.vocab_size // LANES) * LANES  # of a row of them
+        self._width = -(-config.vocab_size // LANES) * LANES  # of a row of logits
         self.draw = partial(draw, self._threads)
         self._stopped_by: BaseException | None = None
         self._max_tokens: int | None = None
@@ -136,14 +135,14 @@ class CPUCausalLM:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the library has a way for all that this model is made of, and for its sizes; of those it lacks only
-        some that no published model has."""
+        """Return True if the library computes all parts of this model in their sizes. The sizes that it lacks occur in
+        no published model."""
         spec = spec_of(config)
         records = list(records_of(spec))
         if not {type(record) for record in records} <= _KINDS:
             return False
         heads, epsilon = spec.layers[0].attention.heads, spec.layers[0].attention_norm.eps
-        merged = [layer.attention.qkv for layer in spec.layers]  # whose biases are one vector, or none
+        merged = [layer.attention.qkv for layer in spec.layers]  # their biases are one vector, or none
         mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
         outs = [layer.attention.out for layer in spec.layers]
         unmerged = set(parts_of(spec)).difference(outs, *merged, *map(parts_of, mixtures))
@@ -165,28 +164,28 @@ class CPUCausalLM:
 
     @property
     def tokens_of_experts(self) -> list[NDArray[np.int64]]:
-        """Of each layer with experts: how many tokens each expert has had so far."""
+        """The number of tokens that each expert has had so far, for each layer with experts."""
         return self._weights.tokens_of_experts
 
     @property
     def tokens_held(self) -> int:
-        """How many tokens a block of the cache has room for: whole tiles."""
+        """The tokens that a block of the cache has room for, in whole tiles."""
         return -(-self.block_size // TILE) * TILE
 
     @property
     def forms(self) -> str:
-        """How the weights are kept, for the log: "4-bit, 8-bit weights (AVX-512)"."""
+        """The forms of the weights, for the log: "4-bit, 8-bit weights (AVX-512)"."""
         forms = set[int]().union(*(matrix.forms for matrix in self._weights.matrices))
         return f"{', '.join(FORMS[form] for form in sorted(forms))} weights ({self._library.instructions})"
 
     @property
     def prompt_form_differs(self) -> bool:
-        """With tiles, prompts take quantized weights rounded to bfloat16."""
+        """True if prompts use other numbers than decodes: with tiles, quantized weights rounded to bfloat16."""
         forms = set[int]().union(*(matrix.forms for matrix in self._weights.matrices))
         return bool(self._library.functions.hr_has_tiles()) and forms != {BF16}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """A zeroed cache for every slot, in place of the one before. csrc/attention.h has its layout."""
+        """Replace the cache of every slot by a zeroed one. csrc/attention.h has its layout."""
         layout, heads = kv_layout(self.config, self._spec), self._layers[0].heads
         shape = (num_blocks, self.tokens_held // TILE, heads.kv, 2, TILE * heads.dim)
         self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in range(layout.num_slots)]
@@ -194,8 +193,8 @@ class CPUCausalLM:
             layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
-        """As `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so: of several
-        tensor ranks the first one's, and where it ends the pass the others raise StepAbandoned."""
+        """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms. With
+        several tensor ranks only the first one's is; if it ends the pass, the others raise StepAbandoned."""
         num_tokens = len(inputs.input_ids)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise ValueError(f"a step has {num_tokens} tokens; the ranks have room for {self._max_tokens}")
@@ -219,11 +218,11 @@ class CPUCausalLM:
         )
         if self._library.functions.hr_forward(self._threads.handle, self._model, step):
             error, self._stopped_by = self._stopped_by, None
-            raise error or StepAbandoned("the first rank has found that nobody wants this step")
+            raise error or StepAbandoned("the first rank found that this step was abandoned")
         return hidden
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """The longest context that is served, in tokens, where it is not the one that the model was made for."""
+        """Set the longest context that is served, in tokens: make the tables of rotary angles for it."""
         dim = self.config.head_dim
         self._rotary = {rope: np.empty((2, max_model_len, dim // 2), dtype=np.float32) for rope in self._ropes}
         for rope, table in self._rotary.items():
@@ -233,7 +232,7 @@ class CPUCausalLM:
             layer.cosines, layer.sines = (half.ctypes.data for half in self._rotary[rope])
 
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[R, hidden] -> [R, vocab], in memory that the next call uses again."""
+        """[R, hidden] -> [R, vocab], in memory that the next call reuses."""
         rows, width = len(hidden), self._width
         if self._logits.size < rows * width:
             self._logits = np.empty(rows * width, dtype=np.float32)
@@ -245,7 +244,7 @@ class CPUCausalLM:
         return logits[:, : self.config.vocab_size]
 
     def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """As `gpu.runner.runner.LanguageModel.most_likely`. The logits themselves are never written."""
+        """Choose as `gpu.runner.runner.LanguageModel.most_likely`, without writing the logits to memory."""
         token_ids = np.empty(len(hidden), dtype=np.int64)
         finite = np.empty(len(hidden), dtype=np.bool_)
         for part in self._parts(len(hidden)):
@@ -254,21 +253,21 @@ class CPUCausalLM:
         return token_ids, finite
 
     def _of_head(self, function: Callable[..., Any], hidden: NDArray[np.float32], *outputs: int) -> None:
-        """Have the library multiply the head by these rows."""
+        """Call a function of the library that multiplies the head by these rows."""
         rows, begin = len(hidden), self._model.vocabulary_begin
         function(self._threads.handle, self._head, hidden.ctypes.data, rows, begin, *outputs)
 
     def _join(self, communicator: SharedMemoryCommunicator, max_tokens: int) -> None:
-        """Share what ranks put side by side."""
+        """Set up the memory through which ranks exchange results."""
         sizes = (max_tokens, _LOGITS_ROWS, self._width)
         functions = self._library.functions
         memory = communicator.room(functions.hr_shared_bytes(self._model, communicator.size, *sizes))
         functions.hr_join(self._threads.handle, communicator.handle, self._model, *sizes, memory.ctypes.data)
-        self._shared = communicator, memory  # kept as long as the library has them
+        self._shared = communicator, memory  # kept alive as long as the library uses them
         self._max_tokens = max_tokens
 
     def _parts(self, rows: int) -> list[slice]:
-        """As many rows at a time as ranks have room for logits of; one rank needs none."""
+        """Split rows into parts with logits that ranks can exchange at a time; one rank exchanges none."""
         step = max(1, rows) if self._max_tokens is None else _LOGITS_ROWS
         return [slice(start, start + step) for start in range(0, rows, step)]
 
@@ -281,11 +280,11 @@ class CPUCausalLM:
                     yield 0
             except GeneratorExit:  # the step is over
                 raise
-            except BaseException as error:  # nothing may be raised through the library; it is raised after it
+            except BaseException as error:  # raised after the call, because nothing may be raised through the library
                 self._stopped_by = error
                 yield 1
 
-        # A function could be interrupted after its entry and before its `try`, and ctypes would drop that exception. A
+        # A function could be interrupted between its entry and its `try`, and ctypes would drop that exception. A
         # generator is resumed inside its `try`.
         resumed = answers()
         next(resumed)
@@ -293,7 +292,7 @@ class CPUCausalLM:
 
 
 def _begins(spec: DecoderSpec) -> dict[str, int]:
-    """Where a rank's parts begin among those of all ranks, by the fields of `ModelStruct`."""
+    """Return the offsets of a rank's parts among those of all ranks, by the fields of `ModelStruct`."""
 
     def begin(part: Part | None) -> int:
         return 0 if part is None or part.ranges is None else part.ranges[0][0]

@@ -1,8 +1,9 @@
-"""The loaded library: its functions, structs and sampling.
+"""The loaded C++ library: its functions, structs and draw.
 
-There is no Python in the library and no torch: plain pointers and sizes, so that it compiles quickly with any C++
-compiler, and whoever calls it lets go of the interpreter for as long as a step takes. The structs are those of
-csrc/matrix.h, csrc/attention.h, csrc/experts.h and csrc/model.h, field by field.
+Its interface is plain pointers and sizes, without Python or torch, so that it compiles quickly with any C++ compiler
+and a call releases the interpreter's lock. The structs equal those of csrc/matrix.h, csrc/attention.h, csrc/experts.h
+and csrc/model.h, field by field: `PartStruct` is `headrace::Part`, and so on; `LayerStruct`, `ModelStruct` and
+`ForwardStruct` are `hr_layer`, `hr_model` and `hr_step`.
 """
 
 from __future__ import annotations
@@ -24,27 +25,21 @@ from engine.errors import RankLost
 from gpu.cpu.builds import BUILDS
 from gpu.host import processor_flags
 
-FOLDER = Path(__file__).parent  # where they are; tests put builds of their own there
-STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still wants the step
+FOLDER = Path(__file__).parent  # of the builds; tests put their own here
+STOP_INTERVAL = 0.02  # seconds between two checks of whether a step was abandoned
 
 StopFunction = ctypes.CFUNCTYPE(c_int32)
 
 
 class PartStruct(ctypes.Structure):
-    """`headrace::Part`"""
-
     _fields_ = (("form", c_int32), ("tiles", c_int32), ("data", c_void_p))
 
 
 class MatrixStruct(ctypes.Structure):
-    """`headrace::Matrix`"""
-
     _fields_ = (("rows", c_int32), ("cols", c_int32), ("parts", PartStruct * 3))
 
 
 class HeadsStruct(ctypes.Structure):
-    """`headrace::Heads`"""
-
     _fields_ = (
         ("query", c_int32),
         ("kv", c_int32),
@@ -58,8 +53,6 @@ class HeadsStruct(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """`headrace::Step`"""
-
     _fields_ = (
         ("num_tokens", c_int32),
         ("num_requests", c_int32),
@@ -72,8 +65,6 @@ class StepStruct(ctypes.Structure):
 
 
 class ExpertStruct(ctypes.Structure):
-    """`headrace::Expert`"""
-
     _fields_ = (
         ("gate_up", MatrixStruct),
         ("down", MatrixStruct),
@@ -83,8 +74,6 @@ class ExpertStruct(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """`headrace::Experts`"""
-
     _fields_ = (
         ("router", c_void_p),
         ("router_bias", c_void_p),
@@ -101,8 +90,6 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`hr_layer`"""
-
     _fields_ = (
         ("qkv", MatrixStruct),
         ("out", MatrixStruct),
@@ -126,8 +113,6 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """`hr_model`"""
-
     _fields_ = (
         ("embedding", MatrixStruct),
         ("head", MatrixStruct),
@@ -147,8 +132,6 @@ class ModelStruct(ctypes.Structure):
 
 
 class ForwardStruct(ctypes.Structure):
-    """`hr_step`"""
-
     _fields_ = (
         ("step", StepStruct),
         ("input_ids", c_void_p),
@@ -190,78 +173,78 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p, *[c_int32] * 3)),
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
-# Of `headrace::Outcome`; the last one and those above it are the ranks.
+# Values of `headrace::Outcome`. The last one plus a number names the lost rank.
 _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS, _RANK_LOST = 2, 3, 4, 16
-_NO_SUCH_FORM = -1  # of packing
+_NO_SUCH_FORM = -1  # from packing
 
 
 class Library:
-    """One build of the library. `name` is a key of BUILDS; the functions are those of csrc, by their names there."""
+    """One loaded build. `name` is a key of BUILDS; `functions` has those of csrc by name."""
 
     @property
     def instructions(self) -> str:
-        """What it was built for, for the log."""
+        """The instructions that it was built for, for the log."""
         return BUILDS[self.name].instructions
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.path = path
-        self.first_rank = 0  # of those that this process shares memory with, as the world counts
+        self.first_rank = 0  # the number in the world of the first rank that shares memory with this process
         self.functions = ctypes.CDLL(str(path))
         for function, (result, arguments) in _SIGNATURES.items():
             entry = getattr(self.functions, function)
             entry.restype, entry.argtypes = result, arguments
             if result is c_int32:
-                entry.errcheck = self._raise_what_failed
+                entry.errcheck = self._check_outcome
 
-    def _raise_what_failed(self, outcome: int, function: ctypes._NamedFuncPointer, _: object) -> int:
+    def _check_outcome(self, outcome: int, function: ctypes._NamedFuncPointer, _: object) -> int:
         if outcome == _NO_SUCH_FORM:
-            raise ValueError(f"{function.__name__} knows no such form or type")
+            raise ValueError(f"{function.__name__} does not know this form or type")
         if outcome == _OUT_OF_MEMORY:
-            raise MemoryError(f"{function.__name__} found no memory to work in")
+            raise MemoryError(f"{function.__name__} could not allocate its working memory")
         if outcome == _FAILED:
             raise RuntimeError(f"{function.__name__} failed")
         if outcome == _OTHER_PROCESS:
             raise RuntimeError(
                 f"{function.__name__} was called with threads of another process: "
-                "threads do not come along where a process forks"
+                "a forked process needs threads of its own"
             )
         if outcome >= _RANK_LOST:
             rank = self.first_rank + outcome - _RANK_LOST
-            raise RankLost(rank, socket.gethostname(), "did not come to where the others wait for it")
+            raise RankLost(rank, socket.gethostname(), "did not join a call that the other ranks wait in")
         return outcome
 
 
 class Threads:
     """The threads of one engine, and its working memory. They sleep between steps.
 
-    Calls from several threads take turns. Whoever calls keeps this object, and all that the call reads and writes. A
-    forked process cannot call these threads, which stay with its parent, but may have its own.
+    Calls from several threads take turns. A caller keeps this object, and all memory that the call reads and writes,
+    alive. A forked process cannot use these threads, which stay with its parent, but may create its own.
     """
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.handle = library.functions.hr_create(num_threads)
         if self.handle is None:
-            raise MemoryError("there is no memory for an engine's threads")
+            raise MemoryError("could not allocate memory for an engine's threads")
 
     def __del__(self) -> None:
-        # Where the interpreter ends, a thread that is in a call never comes back to it: it keeps what it works with.
+        # When the interpreter ends, a thread in a call never returns to it and keeps using this memory.
         if (handle := getattr(self, "handle", None)) and not sys.is_finalizing():
             self.library.functions.hr_destroy(handle)
 
 
 def built() -> dict[str, Path]:
-    """The builds that the installation made, best first."""
+    """Return the paths of the installed builds, best first."""
     paths = {name: FOLDER / f"{name}{EXTENSION_SUFFIXES[0]}" for name in BUILDS}
     return {name: path for name, path in paths.items() if path.exists()}
 
 
 def usable() -> Iterator[Library]:
-    """The builds that this processor can run and the kernel lets this process run, best first.
+    """Load the builds that the processor and the kernel allow, best first.
 
-    A processor's flags do not say that its tiles (AMX) may be used: that is asked of the kernel, which some sandboxes
-    and virtual machines have refuse it.
+    A processor's flags do not say that its tiles (AMX) may be used: the kernel must permit it, and refuses in some
+    sandboxes and virtual machines.
     """
     flags = processor_flags()
     for name, path in built().items():
@@ -273,22 +256,21 @@ def usable() -> Iterator[Library]:
 
 @cache
 def load_library() -> Library | None:
-    """The best build that can be used; None where there is none."""
+    """Return the best usable build, or None."""
     return next(usable(), None)
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
-# The draw of `gpu.sampling.columns`, computed by the library: 32 rows of 49,152 logits in a few per cent of torch's
-# time.
 
 
-_DTYPES = (np.float32, np.int64, np.float64, np.float64, np.float64)  # of hr_draw's parameters
+_DTYPES = (np.float32, np.int64, np.float64, np.float64, np.float64)  # the parameters of hr_draw
 
 
 def draw(
     threads: Threads, logits: NDArray[np.float32], *parameters: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """With its first argument given, a `gpu.sampling.sampler.Draw`."""
+    """Draw as `gpu.sampling.draw` does, which takes many times as long. With `threads` bound it is a
+    `gpu.sampling.sampler.Draw`."""
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
     rows, vocab_size = logits.shape

@@ -1,4 +1,4 @@
-"""Tensors as the library's structs: fields, packing, memory."""
+"""Weights in the structs of the C++ library: fields, packed matrices, and memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from gpu.weights.reading import floats
 
 
 class PackedWeights:
-    """The weights of one model, or of one rank's part of it. The structs point into what it keeps."""
+    """The weights of one model, or of one rank's part of it. It keeps the memory that the structs point to."""
 
     def __init__(self, library: Library, model: ModelStruct, spec: DecoderSpec, *, quantized: bool) -> None:
-        """For the structs of `spec`, whose other fields are set. `quantized` False rounds all to bfloat16."""
+        """Fill the weights of `model`, with the layers of `spec`. `quantized` False rounds all to bfloat16."""
         self.matrices: list[PackedMatrix] = []
         self.tokens_of_experts: list[NDArray[np.int64]] = []
         self._library, self._model, self._spec, self._quantized = library, model, spec, quantized
@@ -33,8 +33,8 @@ class PackedWeights:
         self._experts: list[object] = []
 
     def load(self, weights: Iterable[tuple[str, Weight]], config: ModelConfig) -> None:
-        """Pack every matrix as soon as its parts are there, so that little more than the model is in memory. Raises
-        ModelError if they are not those of the spec."""
+        """Pack every matrix as soon as its parts are read, so that little more than the model is in memory. Raises
+        ModelError if the weights are not those of the spec."""
         groups = self._groups()
         waiting: dict[str, Weight] = {}
         for name, weight in checked(weights, config, source="The checkpoint", spec=self._spec):
@@ -44,7 +44,7 @@ class PackedWeights:
                 group.take([waiting.pop(member) for member in group.members])
 
     def _groups(self) -> dict[str, _Group]:
-        """What becomes of each tensor, by its name."""
+        """Return the group of each tensor, by its name."""
         spec, groups = self._spec, list[_Group]()
 
         def matrix(owner: object, field: str, *parts: Part, interleave: bool = False) -> None:
@@ -77,7 +77,7 @@ class PackedWeights:
             if isinstance(network, MoESpec):
                 groups += self._expert_groups(struct, network, matrix, vector)
                 continue
-            matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns
+            matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # interleaved by tile
             matrix(struct, "down", network.down)
         if spec.norm is not None:
             norm(self._model, "final_norm", spec.norm)
@@ -90,7 +90,7 @@ class PackedWeights:
     def _expert_groups(
         self, layer: LayerStruct, spec: MoESpec, matrix: Callable[..., None], vector: Callable[..., None]
     ) -> list[_Group]:
-        """What becomes of a layer's experts; `matrix` and `vector` are those of `_groups`."""
+        """Return the groups of a layer's experts; `matrix` and `vector` are those of `_groups`."""
         network, groups = spec.experts[0], list[_Group]()
         each = (ExpertStruct * len(spec.experts))()
         tokens = np.zeros(spec.router.shape[0], dtype=np.int64)
@@ -122,7 +122,7 @@ class PackedWeights:
         return groups
 
     def _set_interleaved(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
-        """Biases of matrices whose tiles take turns."""
+        """Set the biases of matrices that are interleaved by tile."""
         tiles = np.stack([floats(part).reshape(-1, LANES) for part in parts], axis=1)
         self._set_vector(owner, field, [tiles])
 
@@ -140,14 +140,14 @@ class PackedWeights:
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that become one field of a struct, in the order in which `take` wants them."""
+    """Tensors that become one field of a struct, in the order of `take`."""
 
     members: list[str]
     take: Callable[[Sequence[Weight]], None]
 
 
 # ------------------------------------------------------------------------------------------------------------- matrices
-# Weights in the form that the library computes with. csrc/matrix.h says how each lies in memory.
+# Weights in the forms that the library computes with. csrc/matrix.h describes their layouts.
 
 
 U4, U5, U8, BF16, K4, K5, K6 = 4, 5, 8, 16, 44, 45, 46  # `headrace::Form`
@@ -161,15 +161,15 @@ FORMS = {  # for the log
     K6: "6-bit K",
 }
 LANES = 16  # outputs of one tile
-ROWS_AT_ONCE = 4096  # that are widened to float32, and packed
+ROWS_AT_ONCE = 4096  # rows that are widened to float32 and packed at a time
 
-# GGUF types whose blocks are used unchanged, and their forms. MXFP4 becomes Q8_0, which holds the same numbers. Any
-# other quantized type is rounded to U8, whose steps of 1/127 of a block's largest weight are much finer than those of 6
+# GGUF types with blocks that are used unchanged, and their forms. MXFP4 becomes Q8_0, which holds the same numbers. Any
+# other quantized type is rounded to U8, with steps of 1/127 of a block's largest weight, much finer than those of 6
 # bits and fewer. Steps are float16, so at least 6e-8: blocks without a weight above 1e-4 lose bits, and weights below
 # 3e-8 become zero.
 _AS_THEY_ARE = {"Q4_0": U4, "Q4_1": U4, "Q5_0": U5, "Q5_1": U5, "Q8_0": U8, "Q4_K": K4, "Q5_K": K5, "Q6_K": K6}
 _NUMBERS = {tensor_type.name: tensor_type.number for tensor_type in TENSOR_TYPES}
-# The forms of these types have an offset of so many scales. If it is no float16, U8 holds the same numbers.
+# The offset of these types, in scales. If scale times offset does not fit float16, U8 holds the same numbers.
 _OFFSETS = {"Q4_0": 8, "Q5_0": 16}
 _LARGEST_HALF = 65504.0
 _BLOCK = 32  # weights that share a scale in U8
@@ -179,7 +179,8 @@ class PackedMatrix:
     """One [rows, cols] matrix. `struct` points into `data`, which must outlive every use of it."""
 
     def __init__(self, library: Library, buffer: WeightBuffer, parts: Sequence[tuple[int, int]], cols: int) -> None:
-        """`parts` are forms and how many rows each has: a multiple of LANES, but for the last."""
+        """Reserve memory for `parts`, pairs of a form and a number of rows: a multiple of LANES, except for the
+        last."""
         self.forms = {form for form, _ in parts}
         self.struct = MatrixStruct(rows=sum(rows for _, rows in parts), cols=cols)
         tiles = [-(-rows // LANES) for _, rows in parts]
@@ -202,11 +203,11 @@ def pack(
     interleave: bool = False,
     quantized: bool = True,
 ) -> PackedMatrix:
-    """One matrix of up to three, one below the other; with `interleave` of two, tile by tile in turns.
+    """Pack up to three matrices into one, one below the other; with `interleave` two, alternating by tile.
 
-    Each keeps the bits that a GGUF file has for it, where the library has a form for its type; other quantized types
-    become U8, and all else bfloat16. `quantized` False makes everything bfloat16. What takes turns, or does not fill
-    whole tiles, gets one form: its own if it is the same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4
+    A matrix keeps the bits of its GGUF file if the library has a form for its type; other quantized types become U8,
+    and all else bfloat16. `quantized` False makes everything bfloat16. Matrices that are interleaved, or do not fill
+    whole tiles, get one form: their own if it is the same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4
     exactly, and other types within half a step: 1/254 of the largest weight of 32.
     """
     if quantized:
@@ -229,7 +230,7 @@ def pack(
 
 
 def _as_it_is_taken(weight: Weight) -> Weight:
-    """Return the same numbers in a type that the library uses unchanged, if it would use the own type with a loss."""
+    """Return the same numbers in a type that the library uses without a loss, if there is one."""
     if not isinstance(weight, QuantizedRows) or weight.shape[1] % _BLOCK:
         return weight
     if weight.type == "MXFP4":
@@ -254,7 +255,7 @@ def _form(weight: Weight) -> int:
 
 
 def _pack_rows(library: Library, matrix: PackedMatrix, weight: Weight, form: int, first: int, turns: int) -> None:
-    """A weight's rows become rows of the matrix from row `first` on, those of a tile in every `turns` tiles."""
+    """Pack a weight's rows into the matrix from row `first` on, into one of every `turns` tiles."""
     if isinstance(weight, QuantizedRows) and _form(weight) == form and weight.type in _AS_THEY_ARE:
         rows, kind = np.ascontiguousarray(weight.data), _NUMBERS[weight.type]
         library.functions.hr_pack_blocks(matrix.struct, kind, _pointer(rows), rows.shape[1], first, len(rows), turns)
@@ -270,9 +271,8 @@ def _pointer(array: NDArray) -> ctypes.c_void_p:
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
-# Memory that is read from end to end in every step, in large pages where the kernel has them.
-#
-# With pages of 4 KiB each tile of the KV cache is a page of its own, and finding it costs as much as reading it.
+# Memory that is read from end to end in every step, in huge pages where the kernel has them: with pages of 4 KiB each
+# tile of the KV cache is a page of its own, and its address translation costs as much as reading it.
 
 
 ALIGNMENT = 64  # bytes: a cache line, and one vector of the library
@@ -280,22 +280,22 @@ _CHUNK = 32 * 2**20
 
 
 def zeros(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed uint8 [num_bytes], aligned to a page. It is taken from the system when it is first written."""
+    """Return zeroed uint8 [num_bytes], aligned to a page. The system commits it at the first write."""
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, num_bytes)
 
 
 class WeightBuffer:
-    """Hands out pieces of larger pieces of memory, for what stays as long as the model."""
+    """Allocates from larger chunks of memory, for arrays that live as long as the model."""
 
     def __init__(self) -> None:
         self._chunk = np.empty(0, dtype=np.uint8)
         self._used = 0
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Zeroed uint8 [num_bytes], aligned to ALIGNMENT. It keeps all of its chunk alive."""
+        """Return zeroed uint8 [num_bytes], aligned to ALIGNMENT. It keeps its whole chunk alive."""
         if self._used + num_bytes > len(self._chunk):
             self._chunk, self._used = zeros(max(_CHUNK, num_bytes)), 0
         piece = self._chunk[self._used : self._used + num_bytes]

@@ -1,11 +1,10 @@
-"""Steps as CUDA graphs: one launch instead of hundreds. Used by the runner.
+"""Steps as CUDA graphs: one launch instead of hundreds.
 
-There are two kinds. A "step" is for some rows that decode, and holds all of it, the draw and the feedback included. A
-"hidden" one is for some tokens, whoever they belong to, decodes and chunks of prompts alike, and ends at their hidden
-states: for steps in which somebody prefills, or wants more than a token. A step takes the next larger graph of its kind
-and pads. The larger a graph, the more memory it
-needs, so the largest is captured first and all others fit into what it left. No step waits for its graph: until that is
-captured it runs eagerly, by the same kernels.
+There are two kinds. A "step" graph is for a number of decoding rows and holds the whole step, with the draw and the
+feedback. A "hidden" graph is for a number of tokens, of decodes and chunks of prompts, and ends at their hidden states:
+it serves steps with prefills, or with requests that want more than a token. A step takes the next larger graph of its
+kind and pads. A larger graph needs more memory, so the largest is captured first and all others fit into its memory. No
+step waits for its graph: until that is captured it runs eagerly, by the same kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from gpu.sharding import Communicator
 
-LARGEST = 512  # rows or tokens; the more there are, the less the launches matter
+LARGEST = 512  # rows or tokens; the cost of launches matters less in larger steps
 
 Replay = Callable[[], None]
 Kind = Literal["step", "hidden"]
@@ -30,7 +29,7 @@ class CaptureFailed(Exception):
 
 
 class Graphs(Protocol):
-    """How a function that starts work on the device becomes one that starts it at once."""
+    """Turns a function that starts work on the device into one that starts it with one launch."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
         """Call `run` and do its work at least once; it must have no lasting effect. Raises `CaptureFailed` if the work
@@ -39,7 +38,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Graphs of one CUDA device that share their memory, because no two of them run at a time."""
+    """Graphs of one CUDA device. They share their memory, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,18 +46,18 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        # What is compiled, loaded and tuned on first use must be so before the capture, which allows none of it.
+        # Kernels are compiled, loaded and tuned on first use, and a capture allows none of that.
         run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which collects garbage and empties the cache of the allocator each time.
+        # Not `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time.
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     run()
                 except BaseException:
-                    with suppress(Exception):  # a second failure after the first one, which says why
+                    with suppress(Exception):  # the first error has the reason
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -119,15 +118,15 @@ def all_ranks(it_holds: bool, communicator: Communicator | None, device: torch.d
 
 
 def ladder(most: int) -> list[int]:
-    """The sizes that graphs are captured for, ascending: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of 32 from
-    256 on. Padding costs an eighth or so of the rows at most where rows are what costs."""
+    """Return the sizes of graphs, ascending: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of 32 from 256 on. Where
+    the number of rows decides the cost, at most about an eighth of them is padding."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), *range(256, LARGEST + 1, 32)]
     largest = min(most, LARGEST)
     return [size for size in sizes if size < largest] + [largest]
 
 
 class StepGraphs:
-    """The ladders of one runner. `run` does the work of a step of that kind and size, on padding alone."""
+    """The graphs of one runner, of both kinds. `run` does a step of a kind and size on padding alone."""
 
     def __init__(
         self, graphs: Graphs, max_num_seqs: int, max_num_batched_tokens: int, run: Callable[[Kind, int], None]
@@ -144,11 +143,11 @@ class StepGraphs:
         return len(self._missing)
 
     def give_up(self) -> None:
-        """Capture no more."""
+        """Capture no more graphs."""
         self._missing.clear()
 
     def find(self, kind: Kind, size: int) -> tuple[int, Replay] | None:
-        """The smallest graph of at least this size, and its own; None while there is none, or where there never is."""
+        """Return the size of the smallest fitting graph, and the graph; None if it is not captured or too large."""
         place = bisect.bisect_left(self._sizes[kind], size)
         if place == len(self._sizes[kind]):
             return None
@@ -157,7 +156,7 @@ class StepGraphs:
         return None if replay is None else (size, replay)
 
     def capture_next(self) -> None:
-        """Capture one more, if any is missing. Work that was started before is waited for."""
+        """Capture one more graph, if any is missing, after waiting for all work that was started before."""
         if self._missing:
             kind, size = self._missing.pop(0)
             self._captured[kind, size] = self._graphs.capture(lambda: self._run(kind, size))

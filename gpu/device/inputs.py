@@ -1,6 +1,6 @@
-"""A step's inputs and sampling parameters, made on the device.
+"""The inputs of a step and its sampling, on the device.
 
-Nothing here waits for the device, and no shape depends on what it holds.
+No function waits for the device, except for `DeviceHiddenStates`, and no shape depends on the contents of its memory.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ModelInputs(NamedTuple):
 
     input_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
-    metadata: list[AttentionMetadata]  # of each KV group
+    metadata: list[AttentionMetadata]  # for each KV group
 
 
 class Samples(NamedTuple):
-    """Where tokens are drawn: S positions."""
+    """The S positions at which tokens are drawn."""
 
     rows: torch.Tensor  # int64 [S]
     positions: torch.Tensor  # int64 [S], of the tokens to be drawn, counted from the start of their prompts
@@ -56,10 +56,10 @@ def model_inputs(
     *,
     all_decode: bool = False,
 ) -> ModelInputs:
-    """Of the step that the tables hold: requests and tokens beyond those that it has are padding.
+    """Return the inputs of the step in the tables. Requests and tokens beyond the step's own are padding.
 
-    In what a graph holds there is no `shape`: all that is known of the step lies on the device, but for whether
-    everybody decodes and samples.
+    A graph has no `shape`: the step is known to the device alone. With `all_decode` every request has one token and
+    samples the next.
     """
     input_ids, positions, slots, block_tables = step_inputs(tables, num_requests, num_tokens, all_decode=all_decode)
     query_lens = [1] * num_requests if all_decode else [] if shape is None else shape.query_lens.tolist()
@@ -76,31 +76,29 @@ def model_inputs(
 
 
 def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> Samples:
-    """Of the step whose inputs were made last."""
+    """Return the sampled positions of the step in the tables, after `model_inputs`."""
     indices = None if all_decode else tables.logits_indices[:num_samples]
     return Samples(tables.sampling_rows[:num_samples], tables.sampled_positions[:num_samples], indices)
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
-# From hidden states to tokens on the device. Used by the runner.
-#
-# The order of operations is that of `gpu.sampling.sampler`; what a seed means is told in `gpu.kernels.sample`.
-# Most steps are plain: nothing changes the logits and nobody asks for log-probabilities. Those are sampled within a
-# graph; for the others the host looks up what is wanted, and the same kernels are started one by one.
+# The order of operations is that of `gpu.sampling.sampler`; `gpu.kernels.sample` defines what a seed means. Most steps
+# are plain: nothing changes the logits and no request asks for log-probabilities. Those are sampled within a graph; for
+# the others the host looks up the features of each row, and the same kernels are started one by one.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFeatures:
-    """What is wanted besides a token at the sampled positions of a step. Places are among these."""
+    """The features beyond a plain draw at the sampled positions of a step. Places are indices into these positions."""
 
     bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
     penalized: NDArray[np.int64]  # places
-    masks: MasksHandle | None  # of grammars; waited for when the forward pass has been started
-    plan_indices: NDArray[np.int64]  # of the places, by which the masks know them
-    asking: NDArray[np.int64]  # places whose log-probabilities are wanted
-    num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens; 0 for `EVERY`
-    asking_all: NDArray[np.int64]  # which of those that ask want those of every token
-    of_grammar: NDArray[np.int64]  # which of them get log-probabilities after the mask of their grammar
+    masks: MasksHandle | None  # of grammars; they are waited for after the forward pass has been started
+    plan_indices: NDArray[np.int64]  # of the places; masks are by index in the plan
+    asking: NDArray[np.int64]  # places that want log-probabilities
+    num_logprobs: NDArray[np.int64]  # for each of `asking`, the number of most likely tokens; 0 for `EVERY`
+    asking_all: NDArray[np.int64]  # indices into `asking` of places that want those of every token
+    of_grammar: NDArray[np.int64]  # indices into `asking` of places that want those after their grammar's mask
 
     @property
     def are_none(self) -> bool:
@@ -108,7 +106,7 @@ class SamplingFeatures:
 
 
 class DeviceSampler:
-    """Makes logits and draws from them."""
+    """Computes logits and draws from them."""
 
     def __init__(
         self, tables: DeviceTables, table: RowTable, compute_logits: Callable[[torch.Tensor], torch.Tensor]
@@ -133,17 +131,15 @@ class DeviceSampler:
         )
 
     def sample_plainly(self, hidden: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-        """For rows without features: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` gives them. May be
-        captured.
-
-        `hidden` is [T, hidden].
-        """
+        """Sample rows without features from [T, hidden]: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` returns
+        them. May be captured."""
         return self._draw(self._logits(hidden, samples), samples)
 
     def sample(
         self, hidden: torch.Tensor, samples: Samples, features: SamplingFeatures
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None, torch.Tensor | None]:
-        """For any rows; the third is of those that ask, the fourth, float32 [A, vocab], of those that ask for all."""
+        """Sample any rows. The third result is for places that ask, the fourth, float32 [A, vocab], for those that ask
+        for all."""
         logits, tables = self._logits(hidden, samples), self._tables
         device = logits.device
         asking = on_device(features.asking, device) if len(features.asking) else None
@@ -197,7 +193,7 @@ def _apply_masks(logits: torch.Tensor, masks: TokenMasks, plan_indices: NDArray[
 
 @dataclass(frozen=True)
 class DeviceHiddenStates:
-    """`gpu.runner.prompt_outputs.HiddenStates` on the device. Whoever asks waits for it."""
+    """Implements `gpu.runner.prompt_outputs.HiddenStates` on the device. Its methods wait for the device."""
 
     hidden: torch.Tensor  # [T, hidden]
     compute_logits: Callable[[torch.Tensor], torch.Tensor]
@@ -218,7 +214,7 @@ class DeviceHiddenStates:
 
 
 def logprob_entries(token_ids: NDArray[np.int64], found: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
-    """Of S tokens, each with so many of the most likely ones: int64 [S], tensors of S rows, and S numbers."""
+    """Return the entries of S tokens, each with its own number of most likely ones: int64 [S], S rows, S counts."""
     rows = zip(token_ids.tolist(), *(tensor.tolist() for tensor in found), counts, strict=True)
     return [
         TokenLogprobs(token_id, chosen, rank, list(zip(top_ids[:count], top[:count], strict=True)))

@@ -1,7 +1,7 @@
 """The requests' rows on the device, and their updates.
 
-All tables lie in one int32 tensor, the buffer, so that whatever changes in them from one step to the next is one list
-of (offset, values) and one scatter. A table is a view of it, float32 or int64 where its numbers are.
+All tables are views of one int32 tensor, the buffer, so that all changes from one step to the next are one list of
+(offset, values) and one scatter. Tables of other types view its words as float32 or int64.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.plan import NewRequestData
 from gpu.kernels import scatter_words
 from gpu.runner.rows import COLUMNS, BatchSizes, RowTable, StepShape
 
-# Rows of logits that are penalized together: the kernel wants a word of scratch for each of them and each token.
+# Rows of logits that are penalized together: the kernel needs a word of scratch for each row and token.
 PENALIZED_TOGETHER = 32
 
 DEVICE_COLUMNS = [column for column in COLUMNS if not column.host_only]
 
 
 def device_columns(num_rows: int) -> dict[str, torch.Tensor]:
-    """The columns as a device has them, [num_rows] each, with nothing but defaults. They are made on the host."""
+    """Return the columns of a device, [num_rows] each, with defaults, in the host's memory."""
     return {
         column.name: torch.from_numpy(np.full(num_rows, column.default, dtype=column.device_dtype))
         for column in DEVICE_COLUMNS
@@ -33,9 +33,8 @@ def device_columns(num_rows: int) -> dict[str, torch.Tensor]:
 
 
 class DeviceTables:
-    """Rows 0 .. max_num_seqs - 1 are for requests. One more, `padding_row`, stays empty: the padding of a graph points
-    to it.
-    """
+    """The tables of a device. Rows 0 .. max_num_seqs - 1 are for requests; one more, `padding_row`, stays empty, for
+    the padding of a graph."""
 
     def __init__(self, sizes: BatchSizes, vocab_size: int, device: torch.device) -> None:
         self.device = device
@@ -47,9 +46,9 @@ class DeviceTables:
         self._size = 0
 
         columns = device_columns(self.num_rows)
-        # Of the step at hand, as `gpu.runner.rows.StepShape` has them: of each sampled position its row, its place
-        # among the tokens and where in its request the token stands that is to be drawn; of each request its row, its
-        # first token and its length, which the device computes.
+        # The current step, as in `gpu.runner.rows.StepShape`: for each sampled position its row, its index among the
+        # tokens, and the position in its request of the token to be drawn; for each request its row, its first token
+        # and its length, which the device computes.
         samples, requests = ("sampling_rows", "logits_indices", "sampled_positions"), ("batch_rows", "query_start_loc")
         words = {name: column.itemsize // 4 for name, column in columns.items()}
         words |= dict.fromkeys(samples, 2) | dict.fromkeys((*requests, "seq_lens"), 1)
@@ -69,16 +68,16 @@ class DeviceTables:
         self.sampling_rows, self.logits_indices, self.sampled_positions = (
             self.view(name, torch.int64) for name in samples
         )
-        self.one_each = torch.arange(self.num_rows, dtype=torch.int32, device=device)  # starts where everybody decodes
+        self.one_each = torch.arange(self.num_rows, dtype=torch.int32, device=device)  # query_start_loc of decodes
         self.penalty_scratch = torch.zeros((PENALIZED_TOGETHER, vocab_size), dtype=torch.int32, device=device)
 
     def view(self, name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """A table as it lies in the buffer, flat."""
+        """Return a table as a flat view of the buffer."""
         offset = self._offsets[name]
         return self.buffer[offset : offset + self.num_rows * self._widths[name]].view(dtype)
 
     def offset(self, name: str, row: int = 0, index: int = 0) -> int:
-        """Where in the buffer word `index` of this row lies."""
+        """Return the offset in the buffer of word `index` of this row."""
         return self._offsets[name] + row * self._widths[name] + index
 
     def _place(self, name: str, width: int) -> None:
@@ -88,19 +87,17 @@ class DeviceTables:
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
-# What of the row table the device must know, and how it gets there. Used by the runner.
-#
-# Tokens and block tables are sent and forgotten; of the columns the host keeps its own.
 
 
 class DeviceRows:
-    """A `gpu.runner.rows.RowStore` that writes to `upload`. Not thread-safe."""
+    """A `gpu.runner.rows.RowStore` that writes to `upload`. The host keeps no copy of tokens and block tables. Not
+    thread-safe."""
 
     def __init__(self, table: RowTable, tables: DeviceTables, upload: Upload) -> None:
         self._columns = table.columns
         self._tables = tables
         self._upload = upload
-        self._sent_rows = np.empty(0, dtype=np.int32)  # how the step's rows stand on the device
+        self._sent_rows = np.empty(0, dtype=np.int32)  # the rows of the last step, as the device has them
 
     def add(self, row: int, request: NewRequestData) -> None:
         for column in DEVICE_COLUMNS:
@@ -115,11 +112,11 @@ class DeviceRows:
             self._upload.write(offset, block_ids[group::num_groups])
 
     def remove(self, row: int) -> None:
-        pass  # nobody looks at a row without a request
+        pass  # a row without a request is never read
 
     def send_shape(self, shape: StepShape, padded_to: int | None) -> None:
-        """Tell the device who is in the step. In one where everybody decodes and samples, the rows are padded to this
-        many, which is all that the device needs; and if they are those of the step before, nothing is sent."""
+        """Send the shape of a step. A step in which every request decodes and samples needs only the rows, padded to
+        `padded_to`; if they equal those of the step before, nothing is sent."""
         size = self._tables.num_rows - 1
         rows = np.full(padded_to or size, self._tables.padding_row, dtype=np.int32)
         rows[: len(shape.rows)] = shape.rows
@@ -127,14 +124,14 @@ class DeviceRows:
             self._write("batch_rows", rows)
             self._sent_rows = rows
         if padded_to is None:
-            # Requests that are not there begin where the last one ends.
+            # Padding begins at the end of the last request.
             self._write("query_start_loc", np.pad(shape.query_start_loc, (0, size - len(shape.rows)), "edge"))
             self._write("sampling_rows", shape.sampling_rows)
             self._write("logits_indices", shape.logits_indices)
             self._write("sampled_positions", shape.positions)
 
     def send_nobody(self) -> None:
-        """A step without requests, for a graph that is captured."""
+        """Send a step without requests, for the capture of a graph."""
         size = self._tables.num_rows
         self._write("batch_rows", np.full(size - 1, self._tables.padding_row, dtype=np.int32))
         self._write("query_start_loc", np.zeros(size, dtype=np.int32))
@@ -144,48 +141,48 @@ class DeviceRows:
         self._upload.write(self._tables.offset(name), words_of(numbers, numbers.dtype.type))
 
     def forget_sent(self) -> None:
-        """Nobody knows what a step that failed has left on the device."""
+        """Assume nothing about the device's rows, as after a step that failed."""
         self._sent_rows = np.empty(0, dtype=np.int32)
 
 
 def words_of(numbers: NDArray[Any], dtype: type[np.generic]) -> list[int]:
-    """Numbers of this type as the signed 32-bit words that they are in memory."""
+    """Return numbers of this type as signed 32-bit words."""
     words: list[int] = numbers.astype(dtype).view(np.int32).tolist()
     return words
 
 
 # --------------------------------------------------------------------------------------------------------------- upload
-# The way of a step's diffs to the device: one copy, one scatter. Used by the runner and by `rows`.
 
 
 class Upload:
-    """Collects writes to a buffer (int32, flat) and sends them together. No word may be written twice in between."""
+    """Collects writes to a buffer (int32, flat) and sends them by one copy and one scatter. No word may be written
+    twice before it is sent."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._device = buffer.device
-        self._starts: list[int] = []  # of the segments, each of which goes to consecutive words
+        self._starts: list[int] = []  # the offset of each segment, a run of consecutive words
         self._lengths: list[int] = []
         self._words: list[int] = []  # of all segments
 
     @property
     def num_words(self) -> int:
-        """How many words have been written since the last time they were sent."""
+        """The number of words that are not sent yet."""
         return len(self._words)
 
     def write(self, offset: int, words: Sequence[int]) -> None:
-        """Words to write from `offset` on, as signed numbers of 32 bits."""
+        """Write words from `offset` on, as signed numbers of 32 bits."""
         if words:
             self._starts.append(offset)
             self._lengths.append(len(words))
             self._words += words
 
     def discard(self) -> None:
-        """Forget what has not been sent."""
+        """Drop all words that are not sent yet."""
         self._starts, self._lengths, self._words = [], [], []
 
     def send(self) -> None:
-        """Start copying and scattering what was written; whatever is started on the device from here on sees it."""
+        """Start to copy and scatter all written words; work that is started on the device after it sees them."""
         if not self._starts:
             return
         sources = [0, *accumulate(self._lengths[:-1])]
@@ -196,15 +193,15 @@ class Upload:
 
 
 def host_tensor(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory for a copy from or to this device that nobody waits for: pinned, where it is a card.
+    """Return host memory for an asynchronous copy from or to this device: pinned, if that is a card.
 
-    torch keeps pinned memory for the next to ask, and gives none away that a copy on its way still uses.
+    torch reuses pinned memory, but none that a copy in progress still uses.
     """
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of what only some steps need; nobody waits for it."""
+    """Start copying an array that only some steps need, without waiting."""
     staged = host_tensor(array.shape, torch.from_numpy(array[:0]).dtype, device)
     staged.copy_(torch.from_numpy(array))
     return staged.to(device, non_blocking=True)

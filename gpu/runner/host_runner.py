@@ -30,8 +30,8 @@ class ModelRunner:
     def __init__(
         self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS, shards: Shards | None = None
     ) -> None:
-        """Take a model, which with `links` is one stage of a pipeline: only the last one samples, and `record` gives the others
-        its tokens. With `shards` it samples together with other ranks."""
+        """Take a model, which with `links` is one stage of a pipeline: only the last one samples, and `record` gives
+        the others its tokens. With `shards` it samples together with other ranks."""
         self.rows = RowTable(sizes)
         self.input_batch = InputBatch(self.rows, sizes)
         self._model = model

@@ -164,7 +164,7 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 
 def random_bits(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return 64 random bits for each pair: number `position` of the SplitMix64 sequence (Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", OOPSLA 2014) whose state starts at `mix(seed)`. The seed is mixed first
+    splittable pseudorandom number generators", OOPSLA 2014) that starts at `mix(seed)`. The seed is mixed first
     so that neighbouring seeds do not walk through the same sequence one step apart.
     """
     with np.errstate(over="ignore"):  # arithmetic is modulo 2**64 on purpose

@@ -128,7 +128,7 @@ def run(script: str, imports: str = IMPORTS, *arguments: str) -> str:
 
 @each_build
 def test_a_call_that_finds_no_memory_says_so_and_the_next_one_works(build: str):
-    assert run(OUT_OF_MEMORY, IMPORTS, build) == "hr_multiply found no memory to work in\nTrue\n"
+    assert run(OUT_OF_MEMORY, IMPORTS, build) == "hr_multiply could not allocate its working memory\nTrue\n"
 
 
 @each_build
@@ -140,8 +140,8 @@ def test_an_interpreter_that_ends_within_a_call_ends_well():
     assert run(ENDS_IN_A_CALL) == "over\n"
 
 
-def test_a_forked_process_is_told_that_the_threads_stayed_behind_and_may_have_its_own():
-    told = "hr_multiply was called with threads of another process: threads do not come along where a process forks"
+def test_a_forked_process_cannot_use_its_parents_threads_and_may_have_its_own():
+    told = "hr_multiply was called with threads of another process: a forked process needs threads of its own"
     assert run(FORKS) == f"{told}\nTrue\n"
 
 

@@ -71,7 +71,7 @@ def test_a_rank_that_ends_or_stops_in_a_step_is_named_by_all_others_at_the_deadl
 ):
     with in_the_middle(library, small, lambda: os.kill(os.getpid(), number), timeout=3) as (ranks, _):
         for rank in (1, 2):
-            with pytest.raises(RankLost, match=r"^rank 0 on \S+ did not come"):
+            with pytest.raises(RankLost, match=r"^rank 0 on \S+ did not join"):
                 ranks.answer(rank)
 
 

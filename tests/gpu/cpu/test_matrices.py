@@ -295,5 +295,5 @@ def test_inputs_too_small_to_divide_by_are_nothing_and_spare_the_others(library:
 
 def test_what_has_no_form_is_refused(library: Library) -> None:
     matrix = MatrixStruct(rows=16, cols=32)
-    with pytest.raises(ValueError, match="hr_pack_blocks knows no such form or type"):
+    with pytest.raises(ValueError, match="hr_pack_blocks does not know this form or type"):
         library.functions.hr_pack_blocks(matrix, 99, None, 0, 0, 16, 1)

@@ -168,7 +168,8 @@ class KVLayout:
 
 
 def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
-    """Return groups as large as the rarest kind of layer; the last group of another kind may not be full.
+    """Group the layers of equal attention window. A group has as many layers as the rarest window has; the last group
+    of a window may be smaller.
 
     The groups are the same for all ranks of a model. With a rank's `spec`, layers and slots are those of the rank.
     """

@@ -135,7 +135,7 @@ def load_model(
 
 
 def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int:
-    """Return the bits of a weight if torch computes, which keeps all weights in one type."""
+    """Return the bits per weight of the torch backend, which keeps all weights in one dtype."""
     from gpu.models.torch_model import resolve_dtype
 
     return 8 * resolve_dtype(options.dtype, config, device).itemsize

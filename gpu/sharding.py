@@ -78,8 +78,9 @@ def cut(weights: Iterable[tuple[str, Weight]], spec: architecture.DecoderSpec) -
 
 
 def stages(spec: architecture.DecoderSpec, count: int) -> list[Range]:
-    """Return the layers of each stage, at least one: the stage that reads the most weights in a step, including the
-    head's, has as few as possible. (Of the embedding a step reads one row per token.) Raises ConfigError."""
+    """Split the layers into `count` stages of at least one layer each, so that the largest weight volume that one stage
+    reads in a step is as small as possible, head included. The embedding is not counted: a step reads one row of it
+    per token. Raises ConfigError."""
     if count > len(spec.layers):
         raise ConfigError(
             "pipeline_parallel_size",

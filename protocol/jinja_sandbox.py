@@ -103,7 +103,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is its content."""
+    """`{% generation %}...{% endgeneration %}` marks text for training; only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - as in the base class
 

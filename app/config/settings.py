@@ -67,19 +67,19 @@ def _check_tiers(settings: Settings) -> None:
     if keeps_blocks and not settings.enable_prefix_caching:
         raise ValueError(
             "kv_cache_dir and kv_cache_ram need the prefix cache, and enable_prefix_caching is false. "
-            "What works: enable_prefix_caching = true, or neither of them"
+            "What works: enable_prefix_caching = true, or neither kv_cache_dir nor kv_cache_ram"
         )
     if keeps_blocks and settings.has_rank_processes:
         raise ValueError(
             "kv_cache_dir and kv_cache_ram need an engine without rank processes, and these settings ask for "
             f"{settings.num_ranks}. What works: executor = uni with tensor_parallel_size = 1 and "
-            "pipeline_parallel_size = 1, or neither of them"
+            "pipeline_parallel_size = 1, or neither kv_cache_dir nor kv_cache_ram"
         )
     default = type(settings).model_fields["kv_cache_dir_size"].default
     if settings.kv_cache_dir is None and settings.kv_cache_dir_size != default:
         raise ValueError(
             f"kv_cache_dir_size ({settings.kv_cache_dir_size.human_readable()}) limits kv_cache_dir, which is not set. "
-            "What works: kv_cache_dir = /var/cache/headrace/kv, or neither of them"
+            "What works: kv_cache_dir = /var/cache/headrace/kv, or kv_cache_dir_size unset"
         )
 
 

@@ -119,7 +119,7 @@ def inherited_listener() -> socket.socket | None:
         is_listening = False
     if not is_listening:
         raise SettingsError(
-            f"LISTEN_FDS: descriptor {FIRST_DESCRIPTOR} is no socket that listens. What works: ListenStream="
+            f"LISTEN_FDS: descriptor {FIRST_DESCRIPTOR} is not a listening socket. What works: ListenStream="
         )
     return listener
 

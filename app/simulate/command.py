@@ -44,7 +44,7 @@ ROUTES = ("prefix", "load", "round-robin", "random")
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags besides the settings, which are the server's own."""
+    """Add the simulator's own flags. The flags of settings are added elsewhere."""
     add = parser.add_argument_group("machine").add_argument
     add("--table", type=Path, metavar="FILE",
         help="JSON of step costs: the answer of GET /server_info, the result of loadtest.gpu_bench, or a table alone. "

@@ -167,8 +167,8 @@ class StepCosts:
             self._tracker.observe(_load(step.plan, self._requests), step.seconds_with_host)
 
     def has_news(self, num_steps: int) -> bool:
-        """Return True if the table should be sent to the front end: now and then, and soon after it has changed much,
-        because the front end refuses requests by it."""
+        """Return True if the table is due to be sent: after some steps, or fewer if it has changed much. The front end
+        uses it to refuse requests."""
         due = self._due
         if self._tracker is not None and self._tracker.changes - self._changes_sent > MUCH:
             due = min(due, self._sent_at + STEPS_BETWEEN_CHANGES)

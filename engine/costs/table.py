@@ -177,7 +177,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not all(map(_is_cost, (self.decode_key, self.prefill_key, self.prefill_row))):
-            raise ValueError(f"costs are at least 0 and at most {MAX_SECONDS:g}")
+            raise ValueError(f"decode_key, prefill_key and prefill_row must be between 0 and {MAX_SECONDS:g} seconds")
 
     @classmethod
     def unknown(cls, max_num_seqs: int, max_num_batched_tokens: int) -> StepCostTable:

@@ -100,7 +100,7 @@ class RequestStream:
             self._waits_for_end = False
 
     def listen(self, listener: Listener | None) -> None:
-        """Set the listener for the outputs of steps. If it returns False, they stay to be read, and the reader is
+        """Set the listener for the outputs of steps. If it returns False, they stay pending and the reader is
         woken. It is called while the reader's task waits, and must not raise."""
         self._listener = listener
 

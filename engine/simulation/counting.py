@@ -114,7 +114,7 @@ class CountingExecutor:
 
 
 class VirtualClock:
-    """An `engine.config.Clock` that only `sleep` moves, which returns at once. Not thread-safe."""
+    """An `engine.config.Clock` that advances only through `sleep`, which returns at once. Not thread-safe."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

@@ -139,7 +139,7 @@ class GrammarMatcher(TokenMatcher):
         self._compiling.cancel()
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
-        """Write the mask. After an error only the end of the output is allowed, so that the next `accept` finds it."""
+        """Write the mask. After an error only the end of output is allowed; the next `accept` sets `error`."""
         assert self._matcher is not None
         with self._lock:
             started = time.thread_time()

@@ -44,7 +44,7 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
             deliver(events)
         except Exception as error:
             is_over = True
-            logger.critical("Events of the engine could not be delivered, so the engine counts as dead", exc_info=True)
+            logger.critical("Events of the engine could not be delivered; the engine is stopped", exc_info=True)
             end()
             died = EngineDead(f"events of the engine could not be delivered ({type(error).__name__})")
             died.__cause__ = error

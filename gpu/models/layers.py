@@ -49,7 +49,7 @@ class Product(nn.Module):
 
 class Linear(Product):
     """One or several linear layers on the same input, as one matrix product, which reads its input once and needs one
-    launch. The output has those of the parts in their order."""
+    launch. The output concatenates the parts' outputs in order."""
 
     def __init__(self, *parts: Part, place: Place) -> None:
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]

@@ -87,7 +87,7 @@ class Penalized:
         self._seen: dict[int, SeenTokens] = {}
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Keep the tokens of a request after its columns are filled. A resumed request brings its generated ones."""
+        """Keep a request's tokens after its columns are filled. A resumed request has those generated earlier, too."""
         if self._is_penalized[row]:
             self._seen[row] = SeenTokens(np.array(request.token_ids, dtype=np.int32), request.num_prompt_tokens)
 
@@ -100,7 +100,7 @@ class Penalized:
             self._seen[int(rows[i])].append(int(token_ids[i]))
 
     def select(self, rows: NDArray[np.int64]) -> Penalties | None:
-        """Return the penalties of logits that are sampled with the parameters of these rows; None if there are none."""
+        """Return the penalties for logits whose row i uses the parameters of `rows[i]`; None if no row is penalized."""
         indices = np.flatnonzero(self._is_penalized[rows])
         if len(indices) == 0:
             return None

@@ -197,7 +197,7 @@ class CountTokensRequest(DialectRequest):
     def chat_fields(self) -> dict[str, Any]:
         messages = blocks.chat_messages(self.messages)
         if not messages:
-            raise InvalidRequest("messages must have content: all of their blocks are missing.", param="messages")
+            raise InvalidRequest("messages has no supported content block; add a text block.", param="messages")
         if self.system is not None and (text := blocks.system_text(self.system)):
             messages.insert(0, {"role": "system", "content": text})
         choice = self.tool_choice or ToolChoice(type="auto")

@@ -206,7 +206,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     @model_validator(mode="after")
     def _tool_choice_can_be_met(self) -> Self:
         if self.functions is not None and self.tools:
-            raise InvalidRequest("functions are the old form of tools; send one of them.", param="functions")
+            raise InvalidRequest("functions cannot be combined with tools; send only tools.", param="functions")
         if self.functions is None and isinstance(self.function_call, openai_tools.ToolName):
             raise InvalidRequest("function_call needs functions; send some or leave it out.", param="function_call")
         openai_tools.check_tool_choice(*self._tools, self._tool_fields)

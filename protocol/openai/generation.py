@@ -100,7 +100,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
                 "stream_options is only allowed with stream: true; leave it out or stream.", param="stream_options"
             )
         if self.logprob_token_ids and self._logprobs()[1] is None:
-            raise InvalidRequest("logprob_token_ids needs logprobs; ask for them, too.", param="logprob_token_ids")
+            raise InvalidRequest("logprob_token_ids requires logprobs; set both.", param="logprob_token_ids")
         if self.best_of is not None and self.best_of != self.n:
             raise InvalidRequest(
                 f"best_of must equal n ({self.n}) here, got {self.best_of}: nothing is generated that is not shown.",

@@ -233,5 +233,5 @@ def entries_of(values: Sequence[Any]) -> bytes:
 
 
 def array_of(written_entries: Iterable[bytes]) -> bytes:
-    """Return the JSON of the list of all of these entries, of which some may be none."""
+    """Join encoded entries into one JSON array. Empty byte strings are skipped."""
     return b"[" + b",".join(filter(None, written_entries)) + b"]"

@@ -161,7 +161,7 @@ BAD_CHATS = [
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "'web_search'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is required"),
-    ({"tools": [tool("f")], "functions": [{"name": "f"}]}, "functions", "send one of them"),
+    ({"tools": [tool("f")], "functions": [{"name": "f"}]}, "functions", "send only tools"),
     (
         {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
         "function_call",

@@ -153,4 +153,4 @@ def test_what_is_inherited_and_no_socket_that_listens_is_refused(kind: socket.So
         command = [sys.executable, "-c", INHERITING, "serve", str(number)]
         ended = subprocess.run(command, pass_fds=[number], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith("error: LISTEN_FDS: descriptor 3 is no socket that listens")
+    assert ended.stderr.splitlines()[-1].startswith("error: LISTEN_FDS: descriptor 3 is not a listening socket")

@@ -127,7 +127,7 @@ ROWS: dict[str, list[Panel]] = {
          [rate("http_requests_total", "status", J)]),
         ("Answers by route", "reqps", "Without probes and metrics.",
          [rate("http_requests_total", "handler, status", f'handler=~"/v1/.*",{J}')]),
-        ("Tools left out", "reqps", "Requests with tools that nobody serves here.",
+        ("Tools left out", "reqps", "Requests with tools that this server does not support.",
          [rate("headrace:tools_left_out_total", "type", I)]),
     ],
     "Event loop and process": [

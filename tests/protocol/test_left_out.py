@@ -1,4 +1,4 @@
-"""Tools that nobody serves here are left out of the request instead of failing it, in every dialect."""
+"""Tools that the server does not support are left out of the request instead of failing it, in every dialect."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ _SHARED = [(root + "/", dialect) for dialect in DIALECTS for root in dialect.sha
 
 
 def dialect_of(path: str, headers: Collection[str] = ()) -> Dialect:
-    """Return the dialect whose root is the longest prefix of `path`, else OpenAI's. The route need not exist.
+    """Return the dialect with the longest root that `path` begins with, else OpenAI's. The route need not exist.
 
     For a path that two dialects share, the names of the request's headers, in lower case, decide.
     """

@@ -44,7 +44,7 @@ STEPS_BETWEEN_CAPTURES = 32
 
 
 class DeviceRunner:
-    """A `gpu.runner.runner.Runner` whose steps run on by themselves.
+    """A `gpu.runner.runner.Runner` that starts steps on the device and does not wait for them.
 
     `graphs` makes graphs of steps and wants an attention backend that takes padding (`TritonAttention`); without
     it every step runs eagerly, on any backend.
@@ -106,7 +106,7 @@ class DeviceRunner:
         """Capture one graph, if any is missing. Returns whether more are."""
         if self._graphs is None or not self.num_missing_graphs:
             return False
-        # It runs for once, and must do so for nobody.
+        # A capture runs the step once, and must change no request.
         self._device_rows.send_nobody()
         self._upload.send()
         try:
@@ -153,7 +153,7 @@ class DeviceRunner:
         return step
 
     def _hidden_states(self, shape: StepShape, check: Callable[[], None] | None) -> torch.Tensor:
-        """Of the step that has been sent: by a graph if there is one for as many tokens."""
+        """Compute the hidden states of the step that was sent, by a graph if one has this many tokens."""
         num_tokens = int(shape.query_start_loc[-1])
         graph = None if self._graphs is None else self._graphs.find("hidden", num_tokens)
         if graph is None:
@@ -165,7 +165,7 @@ class DeviceRunner:
         return self._hidden
 
     def _run(self, kind: Kind, size: int) -> None:
-        """What a graph of this kind and size holds."""
+        """Run what a graph of this kind and size contains."""
         if kind == "step":
             hidden = self._forward(model_inputs(self._tables, size, size, all_decode=True), None)
             token_ids, finite = self._sampler.sample_plainly(hidden, samples_of(self._tables, size, all_decode=True))
@@ -215,7 +215,7 @@ class DeviceStep:
     named_tokens: NamedTokens
     sums: torch.Tensor | None  # likewise, float32 [T], of the states, where not all tokens are sampled from
     copied: torch.cuda.Event | None = None  # None where nothing has to be waited for
-    prompt_outputs: ModelRunnerOutput | None = None  # what prompts gave, if anybody asked
+    prompt_outputs: ModelRunnerOutput | None = None  # outputs of prompts, where a request asked for them
 
     def result(self) -> ModelRunnerOutput:
         if self.copied is not None:

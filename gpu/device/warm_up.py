@@ -220,7 +220,7 @@ def kv_cache_budget(
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that was started. A device that is broken says so here too, and nobody cares any more."""
+    """Wait for all work that was started. Errors of a broken device are ignored."""
     with suppress(RuntimeError):
         torch.cuda.synchronize(torch.device(device))
 

@@ -100,7 +100,7 @@ class Penalized:
             self._seen[int(rows[i])].append(int(token_ids[i]))
 
     def select(self, rows: NDArray[np.int64]) -> Penalties | None:
-        """Return the penalties for logits whose row i uses the parameters of `rows[i]`; None if no row is penalized."""
+        """Return penalties for logits of which row i uses the parameters of `rows[i]`; None if none is penalized."""
         indices = np.flatnonzero(self._is_penalized[rows])
         if len(indices) == 0:
             return None

@@ -177,6 +177,7 @@ RECORDED = [
         reasoning={"effort": "medium"},
         text={"verbosity": "low"},
         left_out="tools left out: tool_search, web_search",
+        grammars="apply_patch",
     ),
     _codex(
         "a patch was applied",
@@ -195,6 +196,7 @@ RECORDED = [
         tools=_KNOWN_MODEL,
         text={"verbosity": "low"},
         left_out="tools left out: tool_search, web_search",
+        grammars="apply_patch",
     ),
     _codex(
         "tools were searched for, and the web",
@@ -223,11 +225,13 @@ RECORDED = [
         tools=_KNOWN_MODEL,
         left_out="tools left out: tool_search, web_search; "
         "items left out: web_search_call, tool_search_call, tool_search_output",
+        grammars="apply_patch",
     ),
     _codex(
         "all tools in the conversation",
         [],
         input=[{"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [_SCRIPT, _AGENTS]}, *_BEGIN],
+        grammars="functions__exec",
         parallel_tool_calls=False,
         reasoning={"effort": "medium", "context": "all_turns"},
         text={"verbosity": "low"},

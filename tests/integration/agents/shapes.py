@@ -25,6 +25,7 @@ class Recorded:
     headers: dict[str, str] = field(default_factory=dict)
     answer: Answer = "text"
     left_out: str = ""  # tools and items that the header warns of, before what it says about all of them
+    grammars: str = ""  # tools with a Lark grammar, which the header warns of
     without_effect: str = ""  # fields that the header warns of
     status: int = 200
     complaint: str = ""  # words of the error's message
@@ -36,7 +37,12 @@ class Recorded:
     def warning(self) -> str | None:
         """The value of the header `x-headrace-warning`; None if there is none."""
         fields = self.without_effect and f"fields without effect: {self.without_effect}"
-        parts = ((self.left_out, "this server does not support them"), (fields, "this server does not use them"))
+        grammars = self.grammars and f"grammars without effect: {self.grammars}"
+        parts = (
+            (self.left_out, "this server does not support them"),
+            (grammars, "Lark in a tool's call is not enforced"),
+            (fields, "this server does not use them"),
+        )
         return "; ".join(f"{part} ({reason})" for part, reason in parts if part) or None
 
 
@@ -57,7 +63,7 @@ def messages(client: str, shape: str, *, path: str = "/v1/messages?beta=true", *
     return _recorded(client, shape, path, {"model": MODEL}, fields)
 
 
-_ABOUT = ("answer", "complaint", "headers", "left_out", "status", "without_effect")
+_ABOUT = ("answer", "complaint", "grammars", "headers", "left_out", "status", "without_effect")
 
 
 def _recorded(client: str, shape: str, path: str, body: dict[str, Any], fields: dict[str, Any]) -> Recorded:

@@ -65,9 +65,11 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayC
     os.kill(before[0], sent)
     server.poll(machines.ranks, lambda now: len(now) == 2 and before[0] not in now, 0.05)
     said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
-    assert sorted(map(len, said)) == [0, 1], "one stream goes on"
-    [[error]] = [each for each in said if each]
-    assert f"rank 0 on {os.uname().nodename}" in error["error"]["message"]
+    # Usually one. Both, if the measured step costs made the router give both to one engine.
+    lost = int(re.findall(r"has died with (\d+) requests? in it", server.log)[-1])
+    assert sorted(map(len, said)) == [0] * (2 - lost) + [1] * lost, "only the streams of the lost engine end"
+    for [error] in filter(None, said):
+        assert f"rank 0 on {os.uname().nodename}" in error["error"]["message"]
     server.wait_ready()
     assert server.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
 

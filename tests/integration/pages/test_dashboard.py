@@ -395,7 +395,7 @@ def test_a_simulation_ends_that_has_more_requests_than_are_kept(open_server: Ser
         if answer.status_code == 400:
             break
         since = answer.json()["time"]
-    assert "come and not ended" in answer.json()["error"]["message"]
+    assert "are unfinished" in answer.json()["error"]["message"]
 
 
 def test_the_simulators_presets_and_sliders_work(browser: Browser, open_server: Server) -> None:

@@ -64,6 +64,11 @@ def document(
     answer_schemas, answer_definitions = schema_components(answers, ref_template=_REF + "{name}")
     schema_of: dict[Any, Json] = {model: schema for (model, _), schema in references.items()}
     schema_of |= dict(zip(answers, answer_schemas, strict=True))
+    for schema in answer_definitions.values():  # a field with a default is always written
+        fields = schema.get("properties", {})
+        schema["required"] = [*schema.get("required", ()), *(name for name in fields if "default" in fields[name])]
+        for field in fields.values():
+            field.pop("default", None)
     definitions = {**definitions["$defs"], **answer_definitions}
     schemas = {name: _without_titles(schema) for name, schema in definitions.items()}
     for operation in operations:

@@ -174,7 +174,7 @@ class ModelCard(Answer, kw_only=True):
     """One model. `root` is the name of its weights, `max_model_len` counts tokens.
 
     `default_parameters`, as in OpenRouter's cards, are for requests that leave their sampling open; `chat_parameters`
-    are what a client adds in which a person talks to the model.
+    are what a client adds where a person talks to the model.
     """
 
     id: str

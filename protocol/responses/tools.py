@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from protocol.body import ClientModel, OneOf, at_most, at_most_bytes, fail_fast, json_text, type_of
@@ -231,8 +231,20 @@ class CallForm(NamedTuple):
 _KINDS_BY_ITEM = {kind.item: kind for kind in KINDS.values() if kind.item}
 
 
+def _add_what_types_require(schema: dict[str, Any]) -> None:
+    """Describe which fields a call needs, by its type."""
+    fields = schema["properties"]
+    schema["anyOf"] = []
+    for item, kind in _KINDS_BY_ITEM.items():
+        needed = (kind.field, *(("name",) if kind.read is None else ()))
+        described = {name: fields[name]["anyOf"][0] for name in needed}
+        schema["anyOf"].append({"properties": {"type": {"const": item}, **described}, "required": list(needed)})
+
+
 class CallItem(ClientModel):
     """A call that the model has made. What it says is in `arguments`, `input`, `action` or `operation`, by its type."""
+
+    model_config = ConfigDict(json_schema_extra=_add_what_types_require)
 
     type: Literal["function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
     id: str = ""

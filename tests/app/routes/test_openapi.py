@@ -181,8 +181,6 @@ def _simplify(case: schemathesis.Case) -> None:
 
 
 def test_after_all_of_this_the_server_is_well(described: Server) -> None:
-    # Few of the drawn bodies fit this path, so one that does is sent.
-    assert described.post("/v1/responses/input_tokens", {"input": "Hello"}).status_code == 200
     now = described.wait_idle()
     assert "Traceback" not in described.log
     for operation in OPERATIONS:

@@ -54,20 +54,22 @@ def test_engines_on_a_cluster_say_what_one_here_says(server: Server, machines: R
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayCluster, sent: signal.Signals) -> None:
     server.wait_idle()
-    clients = [server.connect() for _ in range(2)]
-    for number, client in enumerate(clients):
-        prompt = [number * 1000 + each for each in range(1, 20)]
+    events = []
+    # Two are enough, unless the measured step costs make one engine look much faster than the other.
+    load = re.compile(r'^headrace:engine_load_seconds{engine="\d"} (\S+)$', re.MULTILINE)
+    while not all(map(float, load.findall(server.client.get("/metrics").text))):
+        assert len(events) < 40, "one engine gets no stream"
+        client = server.connect()
+        prompt = [len(events) * 1000 + each for each in range(1, 20)]
         client.post("/v1/completions", {"prompt": prompt, "max_tokens": 8000, "ignore_eos": True, "stream": True})
-    events = [sse_events(client.chunks()) for client in clients if client.read_head().status_code == 200]
-    for each in events:
-        next(each)
+        assert client.read_head().status_code == 200
+        events.append(sse_events(client.chunks()))
+        next(events[-1])
     before = machines.ranks()
     os.kill(before[0], sent)
     server.poll(machines.ranks, lambda now: len(now) == 2 and before[0] not in now, 0.05)
     said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
-    # Usually one. Both, if the measured step costs made the router give both to one engine.
-    lost = int(re.findall(r"has died with (\d+) requests? in it", server.log)[-1])
-    assert sorted(map(len, said)) == [0] * (2 - lost) + [1] * lost, "only the streams of the lost engine end"
+    assert set(map(len, said)) == {0, 1}, "the streams of the other engine go on"
     for [error] in filter(None, said):
         assert f"rank 0 on {os.uname().nodename}" in error["error"]["message"]
     server.wait_ready()

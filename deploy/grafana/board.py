@@ -1,4 +1,4 @@
-"""Writes headrace.json beside this file: the board, one panel a line. Run it after a change here; a test compares."""
+"""Write headrace.json, the board, next to this file, one panel a line. Run it after a change; a test compares."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ ROWS: dict[str, list[Panel]] = {
           rate("headrace:kv_tier_stored_bytes_total", "tier", I, "stored")]),
         ("Tokens found", "none", "Per second; they need not be computed again.",
          [rate("headrace:kv_tier_hit_tokens_total", "tier", I)]),
-        ("Time for it", "percentunit", "Seconds of each second; storing is done beside the steps.",
+        ("Time for it", "percentunit", "Seconds of each second; storing does not delay steps.",
          [rate("headrace:kv_tier_load_seconds_total", "tier", I, "loading"),
           rate("headrace:kv_tier_store_seconds_total", "tier", I, "storing")]),
         ("Failed loads", "ops", "Chunks that were torn, foreign or gone; their tokens are computed.",

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = frozenset({"true", "false", "null"})
 _ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{0,4})")  # what there is of one
 MAX_DEPTH = 256
-"""Of nested brackets; common parsers refuse more."""
+"""The most nested brackets that are read. Common parsers refuse more."""
 
 
 class _Expect(enum.Enum):

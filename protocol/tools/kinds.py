@@ -191,12 +191,12 @@ KINDS: Final[Mapping[str, ToolKind]] = {
         properties={**_EDIT, "old_path": _TEXT, "new_path": _TEXT},
     ),
 }
-"""By the `type` of the tool, without the date of its version."""
+"""The kinds by the tool's `type`, without the date of its version."""
 
 
 MAX_TOOLS = 1024
 MAX_TOOL_BYTES = 2 * 2**20
-"""Of JSON, for all tools of a request: they are copied several times before the context is found too short."""
+"""The most bytes of JSON of all tools of a request: they are copied several times before the context is checked."""
 
 INPUT = "input"
 """The argument that holds the free text of a custom tool."""

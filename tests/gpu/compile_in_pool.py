@@ -1,4 +1,4 @@
-"""What becomes of kernels that are compiled in a pool: `python -m tests.gpu.compile_in_pool FOLDER`.
+"""Compile kernels in a pool and print what happened: `python -m tests.gpu.compile_in_pool FOLDER`.
 
 Everything is compiled for real, for a card that is not there. Prints one JSON object of findings. Runs in a process of
 its own, because Triton decides once whether it interprets.

@@ -285,7 +285,7 @@ def test_one_worker_and_none_serve(workers: int, worker_class: str, tmp_path: Pa
 
 
 def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:
-    """With `headrace serve`; tests/app/serving/test_start.py has `hypercorn app:main`."""
+    """This is `headrace serve`; tests/app/serving/test_start.py has `hypercorn app:main`."""
     with HeadraceServe(max_model_len=1024) as server:
         seen: list[tuple[int, dict[str, Any]]] = []
         while not seen or seen[-1][0] != 200:

@@ -54,7 +54,7 @@ def test_engines_on_a_cluster_say_what_one_here_says(server: Server, machines: R
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayCluster, sent: signal.Signals) -> None:
     server.wait_idle()
-    events = []
+    events: list[Iterator[Any]] = []
     # Two are enough, unless the measured step costs make one engine look much faster than the other.
     load = re.compile(r'^headrace:engine_load_seconds{engine="\d"} (\S+)$', re.MULTILINE)
     while not all(map(float, load.findall(server.client.get("/metrics").text))):

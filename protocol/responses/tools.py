@@ -231,14 +231,17 @@ class CallForm(NamedTuple):
 _KINDS_BY_ITEM = {kind.item: kind for kind in KINDS.values() if kind.item}
 
 
+def _needed(kind: ToolKind) -> tuple[str, ...]:
+    return (kind.field,) if kind.read else (kind.field, "name")
+
+
 def _add_what_types_require(schema: dict[str, Any]) -> None:
     """Describe which fields a call needs, by its type."""
-    fields = schema["properties"]
-    schema["anyOf"] = []
-    for item, kind in _KINDS_BY_ITEM.items():
-        needed = (kind.field, *(("name",) if kind.read is None else ()))
-        described = {name: fields[name]["anyOf"][0] for name in needed}
-        schema["anyOf"].append({"properties": {"type": {"const": item}, **described}, "required": list(needed)})
+    known = {name: field["anyOf"][0] for name, field in schema["properties"].items() if "anyOf" in field}
+    schema["anyOf"] = [
+        {"properties": {"type": {"const": item}} | {name: known[name] for name in needed}, "required": needed}
+        for item, needed in ((item, list(_needed(kind))) for item, kind in _KINDS_BY_ITEM.items())
+    ]
 
 
 class CallItem(ClientModel):
@@ -259,7 +262,7 @@ class CallItem(ClientModel):
 
     @model_validator(mode="after")
     def _says_what_is_called(self) -> Self:
-        for field in (self._kind.field, *(("name",) if self._kind.read is None else ())):
+        for field in _needed(self._kind):
             if getattr(self, field) is None:
                 raise PydanticCustomError("rule", "is required", {"field": field})
         self.id = self.id or new_id(self._kind.id_prefix)

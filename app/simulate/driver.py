@@ -58,11 +58,8 @@ PRESETS = {
     "overloaded": _COMFORTABLE.model_copy(update={"rate": 8.0, "max_num_seqs": 4}),
     "one slot": _COMFORTABLE.model_copy(update={"rate": 2.0, "max_num_seqs": 1, "output_len": 24.0}),
 }
-"""The presets of the page.
-
-With answers of 40 tokens at 15 ms, 8 slots serve 13 requests a second and 4 slots 6.7, so the queue of 8 a second grows
-without bound. One slot serves 2.8 answers of 24 tokens a second: 2 a second fit, with a long tail (p99).
-"""
+"""The presets. With answers of 40 tokens at 15 ms, 8 slots serve 13 requests a second, 4 slots 6.7, so that 8 a second
+wait ever longer. One slot serves 2.8 answers of 24 tokens a second: 2 a second fit, with a long tail (p99)."""
 
 
 class Session:

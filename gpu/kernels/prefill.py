@@ -36,7 +36,7 @@ def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
 
 def tile_and_warps(query: torch.Tensor, block_m: int) -> tuple[int, int]:
     """Return how many keys a program reads at a time and its number of warps, so that no register is spilled
-    (`tests/gpu/kernels/test_compile.py` checks it). Other cards than Hopper and data-center Blackwell keep the operands
+    (`tests/gpu/test_kernels_compile.py` checks it). Other cards than Hopper and data-center Blackwell keep the operands
     of matrix instructions in registers, and have room for fewer keys.
     """
     row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()

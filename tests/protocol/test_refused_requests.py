@@ -90,7 +90,7 @@ BAD_FOR_BOTH = [
     ({"bad_words": [" "]}, "bad_words", "not be blank"),
     ({"bad_words": ["a" * 129]}, "bad_words", "1 to 128 characters"),
     ({"bad_words": "word"}, "bad_words", "array"),
-    ({"logprob_token_ids": [1]}, "logprob_token_ids", "needs logprobs"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "requires logprobs"),
     ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", "at most 128 entries, got 129"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]

@@ -1,5 +1,5 @@
 """The kernels of a layer as Hopper would run them, in bfloat16: `tests.gpu.ptx` executes what Triton compiles. In a
-process of its own, because Triton decides once whether it interprets: `python -m tests.gpu.kernels.test_ptx`."""
+process of its own, because Triton decides once whether it interprets: `python -m tests.gpu.test_kernels_ptx`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpu.kernels.rope import rope_and_cache_reference
 def test_what_is_compiled_for_a_layer_computes_what_was_meant() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.kernels.test_ptx"], check=False, env=environment, timeout=580
+        [sys.executable, "-m", "tests.gpu.test_kernels_ptx"], check=False, env=environment, timeout=580
     )
     assert run.returncode == 0
 

@@ -278,11 +278,17 @@ def _is_cost(seconds: float) -> bool:
 # If decoding alone takes most of the target, prefill may still double the step's time: streams slow down by a factor
 # of two at most, and waiting requests make progress. (With a hard target, 32 users on two cores got half the tokens.)
 #
+# If decoding alone takes a small part of the target, steps at the target slow streams down by a large factor. So two
+# such steps are followed by one that only decodes: the streams get half as many tokens again for at most a ninth of
+# the time.
+#
 # Owned by the EngineCore.
 
 
 MIN_PREFILL_TOKENS = 8  # so that a prefill makes progress under any target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
+_LONG = 4  # a step with prefill is long if it takes this many times as long as its decodes alone
+_LONG_IN_A_ROW = 2  # then a step of decodes alone follows
 _EXPLORED = 16  # one step in so many gets an eighth more tokens, so that larger chunks are measured, too
 
 
@@ -296,11 +302,19 @@ class StepBudget:
         self._max_tokens = max_tokens
         self._target = target_seconds
         self._asked = 0
+        self._num_long = 0  # steps in a row
 
     def prefill_tokens(self, decodes: StepLoad, start: int) -> int:
         """Return how many prefill tokens, from position `start` of a prompt, fit into a step with these decodes."""
         self.latest = self._fitting(decodes, start)
         return self.latest
+
+    def leaves_out_prefill(self) -> bool:
+        """Return True once after two long steps in a row: the next step only decodes."""
+        leaves_out = self._num_long == _LONG_IN_A_ROW
+        if leaves_out:
+            self._num_long = 0
+        return leaves_out
 
     def _fitting(self, decodes: StepLoad, start: int) -> int:
         table = self.table
@@ -308,14 +322,19 @@ class StepBudget:
             return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
         alone = table.cost(StepLoad(decodes.num_decodes, decodes.num_decode_keys))
         affordable = max(self._target - alone, alone)
+
+        def added_cost(tokens: int) -> float:
+            load = StepLoad(decodes.num_decodes, decodes.num_decode_keys, 1, tokens, chunk_keys(start, tokens))
+            return table.cost(load) - alone
+
         fits, too_many = MIN_PREFILL_TOKENS, self._max_tokens + 1
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2
-            load = StepLoad(decodes.num_decodes, decodes.num_decode_keys, 1, tokens, chunk_keys(start, tokens))
-            if table.cost(load) - alone <= affordable:
+            if added_cost(tokens) <= affordable:
                 fits = tokens
             else:
                 too_many = tokens
+        self._num_long = self._num_long + 1 if alone and added_cost(fits) >= (_LONG - 1) * alone else 0
         self._asked += 1
         if not self._asked % _EXPLORED:
             fits += fits // 8

@@ -213,6 +213,8 @@ class Scheduler:
         plan.budget = budget - sum(plan.num_tokens.values())
         if plan.num_tokens and (behind or self.waiting):
             plan.pace = partial(self._pace, plan)
+            if plan.only is None and self.pacing.leaves_out_prefill():
+                plan.budget = 0
         return behind
 
     def _plan_prefills(self, plan: PlanDraft, behind: list[tuple[Request, int]]) -> None:
@@ -240,7 +242,8 @@ class Scheduler:
         if first.status is not RequestStatus.RUNNING:
             return False  # it was preempted just now for a decode
         start = len(first.token_ids) - most
-        plan.set_pace(start)
+        if plan.budget:
+            plan.set_pace(start)
         budget = plan.budget
         if most <= budget or budget < 2 or not self._extend(plan, first, start + budget):
             return False

@@ -73,7 +73,7 @@ class Device:
             self.core.step()
 
     def prefill(self, length: int, name: str = "prompt", max_tokens: int = 1) -> tuple[list[int], list[float]]:
-        """The chunks in which a prompt is prefilled and how long their steps take."""
+        """Return the chunks of a prompt and how long their steps take, decode-only steps left out."""
         self.core.add(make_request([next(self._first_tokens), *range(length - 1)], name, max_tokens=max_tokens))
         chunks: list[int] = []
         first = len(self.seconds)
@@ -81,17 +81,19 @@ class Device:
             self.core.step()
             plan = simulated(self.core).plans[-1]
             chunks.append(dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)).get(name, 0))
-            assert chunks[-1] > 0  # it always gets somewhere
-        return chunks, self.seconds[first:]
+            assert chunks[-1] > 0 or all(chunks[-3:-1]), "at least two of three steps have a chunk"
+        seconds = [each for each, chunk in zip(self.seconds[first:], chunks, strict=True) if chunk]
+        return [chunk for chunk in chunks if chunk], seconds
 
     def busy(self, num_steps: int) -> list[int]:
-        """Return the prefill tokens of each of these steps while prompts keep coming."""
-        chunks = []
-        for _ in range(num_steps):
+        """Return the prefill tokens of so many steps while prompts keep coming, decode-only steps left out."""
+        chunks: list[int] = []
+        while len(chunks) < num_steps:
             if len(self.core.scheduler.requests) < 8:
                 self.core.add(make_request([next(self._first_tokens), *range(1500)], max_tokens=1))
             self.core.step()
-            chunks.append(simulated(self.core).plans[-1].num_prefill_tokens)
+            if (num_tokens := simulated(self.core).plans[-1].num_prefill_tokens) > 0:
+                chunks.append(num_tokens)
         return chunks
 
 
@@ -149,6 +151,26 @@ def test_prefill_doubles_a_step_where_decoding_alone_takes_the_whole_target() ->
     device.prefill(500, "measure")
     _, seconds = device.prefill(1500)
     assert 3.5 * TARGET <= statistics.median(seconds) <= max(seconds) <= 4.5 * TARGET
+
+
+def test_a_step_of_decodes_alone_follows_two_long_steps() -> None:
+    device = Device(Costs(step=0.007, token=0.0005))
+    device.stream()
+    device.prefill(1500, "measure")
+    tokens = (first := len(device.seconds), device.prefill(2000))[1][0]
+    seconds = device.seconds[first:]
+    num_alone = len(seconds) - len(tokens)
+    assert len(tokens) // 3 <= num_alone <= len(tokens) // 2 + 1
+    assert num_alone * 0.0075 <= sum(seconds) / 9, "the steps of decodes alone cost a ninth of the time at most"
+    assert 0.0075 * len(seconds) >= 0.15 * sum(seconds), "the stream keeps 15 % of its speed"
+
+
+def test_no_step_goes_without_prefill_where_steps_are_not_long() -> None:
+    device = Device(Costs(step=0.03, token=0.0005))  # a step at the target takes less than three steps of decodes
+    device.stream()
+    device.prefill(1500, "measure")
+    first = len(device.seconds)
+    assert len(device.prefill(2000)[0]) == len(device.seconds) - first
 
 
 def test_prefill_goes_on_however_little_of_it_fits() -> None:

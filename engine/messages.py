@@ -125,11 +125,13 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     lenient: bool = False  # leave out keywords of its schemas (of tags: the marked ones) that no grammar enforces
     whitespace_pattern: str | None = None  # a regular expression for the whitespace instead
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; "" as first: already opened
+    answer_opening: str = ""  # text behind the reasoning, or without one at the beginning, that opens the answer
 
     @property
     def size(self) -> int:
         """The number of characters in all its texts."""
-        return len(self.value) + len(self.whitespace_pattern or "") + sum(map(len, self.reasoning or ()))
+        texts = (self.value, self.whitespace_pattern or "", self.answer_opening, *(self.reasoning or ()))
+        return sum(map(len, texts))
 
     def check(self) -> None:
         """Raise `InvalidRequest` for a grammar that is too large."""

@@ -42,6 +42,31 @@ CHATML = (
 Segment = tuple[str, bool]
 """Text, and whether it is plain: to be encoded without recognizing special tokens."""
 
+
+class Markup(str):
+    """Text of the server's own: control tokens that it spells are control tokens."""
+
+    __slots__ = ()
+
+
+class Written(str):
+    """Text out of pieces, of which those of type `Markup` keep their control tokens. Only a whole `Written` has them:
+    what string methods make of it is plain text."""
+
+    __slots__ = ("pieces",)
+    pieces: tuple[str, ...]
+
+    def __new__(cls, *pieces: str) -> Written:
+        written = super().__new__(cls, "".join(pieces))
+        parts = (each.pieces if isinstance(each, Written) else (each,) for each in pieces)
+        written.pieces = tuple(part for each in parts for part in each)
+        return written
+
+    @classmethod
+    def joined(cls, separator: str, texts: Sequence[str]) -> Written:
+        return cls(*[piece for text in texts for piece in (separator, text)][1:])
+
+
 _MAX_TEMPLATE_COMPLAINT = 200  # characters of it that reach the client
 
 # sha256 of sources that are rendered in the server: they loop over messages and nothing else.
@@ -88,6 +113,7 @@ class ChatTemplate:
         control_tokens: Iterable[str] = (),
         make_renderer: Callable[[str], Renderer] = CompiledTemplate,
     ) -> None:
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.takes_parts = False  # see `find_content_form`
@@ -252,6 +278,8 @@ class _Shield:
         if self._control is None:
             return value
         match value:
+            case Written():
+                return "".join(each if isinstance(each, Markup) else self.protect(each) for each in value.pieces)
             case str():
                 return self._control.sub(self._mark, value)
             case Mapping():

@@ -28,7 +28,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.errors import HeadraceError
-from protocol.syntax.message_syntax import ReasoningParser, ToolParser
+from protocol.syntax.model_syntax import ReasoningParser
+from protocol.syntax.registry import ToolParser
 
 # -------------------------------------------------------------------------------------------------------- setting rules
 # The rules between settings. `Settings` checks each setting alone.
@@ -217,8 +218,9 @@ class Settings(BaseSettings):
     )
     tool_parser: ToolParser = Field(
         "auto",
-        description="Syntax of the model's tool calls. auto: that of its chat template, else the tools are described "
-        "in the prompt. none: an answer has calls only if its request demands one.",
+        description="Syntax of the model's tool calls. auto: that of its chat template; calls of an unknown one stay "
+        "text, and a template without tools gets them described in the prompt. none: an answer has calls only if its "
+        "request demands one.",
     )
     reasoning_parser: ReasoningParser = Field(
         "auto",

@@ -40,7 +40,7 @@ from gpu.checkpoint import (
     open_model,
 )
 from gpu.host import cuda_devices, usable_cores
-from protocol.syntax.formats import END_TOKENS
+from protocol.syntax.registry import end_tokens
 
 if TYPE_CHECKING:
     from engine.transport.process_client import ProcessClient
@@ -121,13 +121,16 @@ def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
     """Return the tokens that end an answer: the EOS tokens of the model's files, and the end tokens of the tool-call
     syntaxes that the vocabulary has as special tokens.
 
-    Files often name only one of them, and a model that is not stopped goes on after its call.
+    Files often name only one of them, and a model that is not stopped goes on after its call. A file may also name a
+    token that the model's syntax has inside of answers, such as `<|end|>` of gpt-oss: that ends none.
     """
     added = files.tokenizer.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
-    ends = (special.get(token, files.config.vocab_size) for token in END_TOKENS)
-    named = files.config.eos_token_ids
-    return tuple(dict.fromkeys([*named, *(token_id for token_id in ends if token_id < files.config.vocab_size)]))
+    ends, inner = (
+        [special[token] for token in tokens if special.get(token, files.config.vocab_size) < files.config.vocab_size]
+        for tokens in end_tokens(files.chat_template or "", special)
+    )
+    return tuple(token_id for token_id in dict.fromkeys([*files.config.eos_token_ids, *ends]) if token_id not in inner)
 
 
 def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:

@@ -26,7 +26,9 @@ from protocol.jinja_sandbox import CompiledTemplate
 from protocol.openai.chat import ChatCompletionRequest, ChatMessage
 from protocol.openai.generation import GenerationRequest
 from protocol.responses.request import fit
-from protocol.syntax.message_syntax import MessageSyntax, ReasoningParser, ToolParser, content_text
+from protocol.syntax.history import content_text
+from protocol.syntax.model_syntax import ModelSyntax, ReasoningParser
+from protocol.syntax.registry import ToolParser
 
 T = TypeVar("T")
 Prompts = Sequence[str | list[int] | ChatCompletionRequest]
@@ -81,17 +83,16 @@ class PromptEncoder:
         self._template = ChatTemplate(source, files.special_tokens, special, make_renderer)
         try:
             self._template.find_content_form(files.name)
+            self.syntax = ModelSyntax(
+                self._template,
+                special,
+                name=files.name,
+                tool_parser=tool_parser,
+                reasoning_parser=reasoning_parser,
+            )
         except BaseException:
             self.close()
             raise
-        self.syntax = MessageSyntax(
-            source,
-            special,
-            knows_tools=self._template.knows_tools,
-            variables=self._template.variables,
-            tool_parser=tool_parser,
-            reasoning_parser=reasoning_parser,
-        )
         self._longest_token = max(map(len, files.tokenizer.get_vocab()))
         self._tokenizer_is_known = is_known_tokenizer(files.tokenizer)
         self._tokenizing = FairThreads(TOKENIZER_THREADS)

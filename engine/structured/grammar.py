@@ -58,8 +58,10 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
     grammar = _grammar(structured, special_tokens)
     if structured.reasoning is not None:
         opening, closing = structured.reasoning
-        begun = _pieces(opening, special_tokens) if opening else []
-        grammar = _after_reasoning(grammar, begun, _pieces(closing, special_tokens))
+        begun, ended, before = (
+            _pieces(text, special_tokens) if text else [] for text in (opening, closing, structured.answer_opening)
+        )
+        grammar = _after_reasoning(grammar, begun, ended, before)
     return f"{_as_lark(grammar)}\n{_NO_FORCING}" if _may_never_end(structured) else grammar
 
 
@@ -132,7 +134,7 @@ def supported_part(structured: StructuredOutput) -> tuple[StructuredOutput, tupl
     places = value["tags"] if is_tagged else [{"schema": value, "lenient": True}]
     unenforced: dict[str, None] = {}
     patterns: dict[str, bool] = {}
-    for place in places:
+    for place in (each for each in places if "schema" in each):
         place["schema"] = prepared(place["schema"], closed=structured.closed)
         if place["lenient"] and isinstance(place["schema"], dict):
             place["schema"], names = without_unsupported(place["schema"], patterns)
@@ -202,8 +204,8 @@ def _from_gbnf(text: str) -> str:
 # --- reasoning
 
 
-def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str]) -> str:
-    """Return Lark for text between two tags, which are given as Lark's literals, followed by `grammar`.
+def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str], before: Sequence[str]) -> str:
+    """Return Lark for text between two tags, followed by `before` and `grammar`. Tags and `before` are Lark's literals.
 
     Without an opening tag the prompt has begun the reasoning; with one, the reasoning is optional.
     """
@@ -216,7 +218,7 @@ def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str
             f"REASONING_TEXT: {_ANY_TEXT}",
             r"reasoning_gap: /[ \t\r\n]{1,8}/",
             f"reasoning_end{lazy}: REASONING_TEXT {' '.join(closing)}",
-            f"start: ({reasoning})? after_reasoning" if opening else f"start: {reasoning} after_reasoning",
+            f"start: {f'({reasoning})?' if opening else reasoning} {' '.join(before)} after_reasoning",
         ]
     )
 
@@ -244,7 +246,7 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
 
     if not value["text"]:
         bodies = (f"{literal(tag['begin'])} {rules[inside[n]]} {literal(tag['end'])}" for n, tag in enumerate(tags))
-        lines.append(f"tag: {' | '.join(bodies)}")
+        lines += [f"tag: {' | '.join(bodies)}", *([f"TEXT: {_ANY_TEXT}"] if "TEXT" in inside else [])]
         more = f"({literal(value['separator'])} tag)*" if value["repeat"] else ""
         return _grammar_of(f"tag {more}" if value["required"] else f'"" | tag {more}', lines)
 
@@ -287,6 +289,8 @@ def _grammar_of(start: str, lines: Sequence[str]) -> str:
 
 def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required: bool) -> str:
     """Return the right side of the rule for the content of a tag."""
+    if "schema" not in tag:
+        return "TEXT"
     if "regex" not in tag:
         return f"%json {_json_schema(tag['schema'], structured)}"
     try:

@@ -25,7 +25,7 @@ from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.structured import BEYOND_GRAMMARS, LEAVES_OUT
 from protocol.request_fields import RequestFields
 from protocol.syntax.message_parts import MessageFormat
-from protocol.syntax.message_syntax import MessageSyntax
+from protocol.syntax.model_syntax import ModelSyntax
 from protocol.tools.kinds import CustomTool, ToolUse
 from protocol.tools.unsupported import IgnoredParts, UnsupportedPart, types_of
 
@@ -265,7 +265,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
             return self.tools, self.tool_choice
         return openai_tools.tools_of(self.functions, self.function_call)
 
-    def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
+    def with_syntax(self, sampling: SamplingParams, syntax: ModelSyntax, prompt_end: bytes) -> SamplingParams:
         """Make a demanded call a grammar, and let the text have tags that are special tokens.
 
         Stop strings do not apply to a demanded call, because they would cut its arguments off.
@@ -309,10 +309,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     def begins_message(self) -> bool:
         return not self.continue_final_message
 
-    def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
+    def message_format(self, syntax: ModelSyntax, prompt_end: bytes) -> MessageFormat:
         return syntax.message_format(
             self.tool_use,
             prompt_end=prompt_end,
+            num_calls=sum(len(message.tool_calls or ()) for message in self.messages),
             show_reasoning=self.include_reasoning,
             hide_special_tokens=self.skip_special_tokens,
         )

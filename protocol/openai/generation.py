@@ -28,7 +28,7 @@ from protocol.openai.logprobs import LogprobsWriter, PromptParts
 from protocol.openai.structured import StructuredOutputFields
 from protocol.request_fields import RequestFields, TokenIds
 from protocol.syntax.message_parts import MessageFormat, TokenBytes
-from protocol.syntax.message_syntax import MessageSyntax
+from protocol.syntax.model_syntax import ModelSyntax
 
 NO_LIMIT = -1  # as max_tokens
 MAX_LOGPROBS_IN_ALL = 2**21  # of one response; about 200 MB while it is made
@@ -118,11 +118,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     def check_template_kwargs(self, allowed: Collection[str]) -> None:
         """Raise `InvalidRequest` for a variable of the template that clients may not set."""
 
-    def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
+    def with_syntax(self, sampling: SamplingParams, syntax: ModelSyntax, prompt_end: bytes) -> SamplingParams:
         """Return `sampling` with the additions of the model's syntax for a prompt that ends with `prompt_end`."""
         return sampling
 
-    def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
+    def message_format(self, syntax: ModelSyntax, prompt_end: bytes) -> MessageFormat:
         """Return how to read the answer to a prompt that ends with `prompt_end`: as text, unless it is a message."""
         return MessageFormat()
 

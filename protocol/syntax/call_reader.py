@@ -25,7 +25,8 @@ from protocol.syntax.message_parts import (
 from protocol.syntax.reasoning import Padding, find_tag, unfinished_tag
 from protocol.tools.kinds import INPUT
 
-NewCallId = Callable[[], str]
+NewCallId = Callable[[str, int], str]
+"""Returns the id of a call of this function, the n-th call of the message from 0."""
 
 _SPACE = " \t\r\n"
 _BETWEEN_CALLS = _SPACE + ",;[]"  # without meaning
@@ -43,7 +44,7 @@ class CallSink:
 
     def start(self, name: str) -> None:
         """Begin a call: from now on it is one, whatever follows."""
-        self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(), name))
+        self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(name, self.num_calls), name))
         self.cut_calls.add(self.num_calls)
         self.num_calls += 1
         self.is_open = True

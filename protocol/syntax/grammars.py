@@ -19,11 +19,12 @@ class Tag(NamedTuple):
     """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
 
     The text of a special token in `begin` or `end` means that token. With `regex` the JSON is a string that matches it;
-    its quotation marks belong to `begin` and `end`.
+    its quotation marks belong to `begin` and `end`. With `schema` None there is free text without special tokens
+    instead of JSON, in an output that is nothing but tags.
     """
 
     begin: str
-    schema: JsonSchema
+    schema: JsonSchema | None
     end: str
     lenient: bool = False  # keywords that no grammar enforces are left out
     regex: str | None = None

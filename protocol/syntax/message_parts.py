@@ -43,9 +43,10 @@ class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ContentDelta(msgspec.Struct, frozen=True, gc=False):
-    """More of the answer."""
+    """More of the answer, or with `is_preamble` of a message about what the model will do next."""
 
     text: str
+    is_preamble: bool = False
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
@@ -75,7 +76,7 @@ MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments 
 
 
 class ToolReader(Protocol):
-    """Finds the tool calls in the text of one choice without its reasoning."""
+    """Finds the tool calls in the text of one choice without its reasoning, or all parts in the whole text."""
 
     def feed_text(self, text: str) -> list[MessagePart]:
         """Return the parts that are decided by `text`."""
@@ -98,7 +99,8 @@ class MessageFormat:
     `reasoning_is_open` is true if the prompt has opened the reasoning. Without `show_reasoning` it is dropped, without
     `new_tool_reader` the text has no calls. `call_is_demanded`: a grammar allows nothing but calls, so one that has
     only begun when the text ends is left out. `call_is_named`: the client asked for this call, so chat does not report
-    it as the model's decision. `special_tags` are the tags that are special tokens.
+    it as the model's decision. `special_tags` are the tags that are special tokens. `between_messages` is the text
+    between the messages of an answer, if `new_tool_reader` finds the reasoning itself.
     """
 
     reasoning: ReasoningTags | None = None
@@ -108,6 +110,7 @@ class MessageFormat:
     call_is_demanded: bool = False
     call_is_named: bool = False
     special_tags: SpecialTags = NO_SPECIAL_TAGS
+    between_messages: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -132,8 +135,9 @@ class MessageParser:
         self._special = SpecialTagReader(special) if special else None
         if message_format.reasoning:
             tags = ReasoningTags(*map(special.stand_in, message_format.reasoning))
-            self._splitter = ReasoningSplitter(tags, is_open=is_open)
-            self._counter = ReasoningCounter(tags, token_bytes, special, is_open=is_open)
+            between = special.stand_in(message_format.between_messages)
+            self._splitter = None if between else ReasoningSplitter(tags, is_open=is_open)
+            self._counter = ReasoningCounter(tags, token_bytes, special, is_open=is_open, between=between)
         self._tools = message_format.new_tool_reader() if message_format.new_tool_reader else None
 
     @property
@@ -195,7 +199,7 @@ class MessageParser:
         for part in parts:
             match part:
                 case ReasoningDelta(text) | ContentDelta(text) if text := spell(text):
-                    spelled.append(type(part)(text))
+                    spelled.append(msgspec.structs.replace(part, text=text))
                 case ToolCallArguments(index, text) | ToolCallInput(index, text):
                     spelled.append(type(part)(index, spell(text)))
                 case ToolCallStart():
@@ -204,7 +208,7 @@ class MessageParser:
 
     def _count(self, parts: list[MessagePart]) -> list[MessagePart]:
         self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)
-        return parts
+        return parts if self._shows_reasoning else [part for part in parts if not isinstance(part, ReasoningDelta)]
 
 
 def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
@@ -214,8 +218,8 @@ def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
         match (joined[-1] if joined else None), part:
             case ReasoningDelta(before), ReasoningDelta(text):
                 joined[-1] = ReasoningDelta(before + text)
-            case ContentDelta(before), ContentDelta(text):
-                joined[-1] = ContentDelta(before + text)
+            case ContentDelta(before, kind), ContentDelta(text, same) if kind == same:
+                joined[-1] = ContentDelta(before + text, kind)
             case ToolCallArguments(index, before), ToolCallArguments(same, text) if index == same:
                 joined[-1] = ToolCallArguments(index, before + text)
             case ToolCallInput(index, before), ToolCallInput(same, text) if index == same:

@@ -34,9 +34,11 @@ class SpecialTags:
     def __bool__(self) -> bool:
         return bool(self.stand_ins)
 
-    def stand_in(self, tag: str) -> str:
-        """Return the character that stands in for the tag, or the tag itself if it is no special token."""
-        return self.stand_ins.get(tag, tag)
+    def stand_in(self, text: str) -> str:
+        """Return a text of tags with the characters that stand in for them; tags that are no special tokens stay."""
+        for tag, character in self.stand_ins.items():
+            text = text.replace(tag, character)
+        return text
 
     def spelled(self, text: str) -> str:
         """Return the text for the client, with tags or nothing in place of stand-ins."""
@@ -189,7 +191,7 @@ class ReasoningCounter:
     """Counts the tokens of the reasoning, tags included, from the bytes of tokens.
 
     Text does not show it: it trails the tokens and lacks control tokens. In `tags`, a stand-in of `special` replaces a
-    tag that is a special token.
+    tag that is a special token. `between` is the text between two messages of an answer, each of which may be it.
     """
 
     def __init__(
@@ -199,9 +201,11 @@ class ReasoningCounter:
         special: SpecialTags = NO_SPECIAL_TAGS,
         *,
         is_open: bool,
+        between: str = "",
     ) -> None:
         self.num_tokens = 0
         self._opening, self._closing = (tag.encode(errors="surrogatepass") for tag in tags)
+        self._resumes = between.encode(errors="surrogatepass") + self._opening if between else None
         self._token_bytes = token_bytes
         self._stand_ins = {each: tag.encode(errors="surrogatepass") for each, tag in special.stand_ins_of_ids.items()}
         self._is_open = is_open
@@ -225,3 +229,6 @@ class ReasoningCounter:
             self._num_seen = 0
             self._is_over = self._closing in self._seen
             self._seen = self._seen[-len(self._closing) :]
+            if self._is_over and self._resumes is not None:
+                self._is_over = self._is_open = False
+                self._opening, self._seen = self._resumes, b""

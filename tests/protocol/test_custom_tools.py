@@ -16,7 +16,6 @@ from protocol.errors import ApiError
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.output import delta, message_fields
 from protocol.syntax.call_reader import InputText
-from protocol.syntax.formats import FORMATS
 from protocol.syntax.message_parts import (
     ContentDelta,
     MessagePart,
@@ -25,7 +24,8 @@ from protocol.syntax.message_parts import (
     ToolCallStart,
     join,
 )
-from protocol.syntax.reasoning import NO_SPECIAL_TAGS
+from protocol.syntax.record import Reading, new_openai_id
+from protocol.syntax.registry import SYNTAXES
 from protocol.tools.kinds import CustomTool, Function, ToolUse, partial_object
 
 USER = {"role": "user", "content": "Hello"}
@@ -66,14 +66,15 @@ def test_other_forms_and_halves_lose_nothing(arguments: str, text: str, size: in
     assert "".join(read(arguments, size)) == text
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", SYNTAXES)
 def test_every_family_gives_custom_calls_as_such(family: str) -> None:
-    tool_format = FORMATS[family]
+    tool_format = SYNTAXES[family]
     tools = ToolUse(functions=(CustomTool(name="patch"),))
+    reading = Reading(tools=tools, new_call_id=new_openai_id, prompt_end="<|start|>assistant")
     tag = tool_format.tag("patch", True)
     text = f'{tag.begin}{{"input": "a\\nb"}}{tag.end}'
     for size in (1, 4, len(text)):
-        reader = tool_format.reader(tools, NO_SPECIAL_TAGS)()
+        reader = tool_format.reader(reading)()
         parts: list[MessagePart] = []
         for start in range(0, len(text), size):
             parts += reader.feed_text(text[start : start + size])
@@ -190,9 +191,9 @@ def test_a_free_call_follows_a_grammar_that_can_be_held(
 ) -> None:
     patch = CustomTool(name="patch", strict=True, syntax=syntax, definition=definition)
     tools = ToolUse(functions=(patch, Function(name="look")))
-    grammar = FORMATS[family].grammar(tools)
+    grammar = SYNTAXES[family].grammar(tools)
     assert grammar is not None
-    tag = FORMATS[family].tag("patch", True)
+    tag = SYNTAXES[family].tag("patch", True)
     for text, fits in (("a\nb", True), ('a\n"', False), ("b", False)):
         separators = (",", ": " if is_held else ":")
         call = f"{tag.begin}{json.dumps({'input': text}, separators=separators)}{tag.end}"

@@ -17,7 +17,7 @@ from protocol.chat_template import ChatTemplate, segments_text
 from protocol.errors import ApiError
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.responses.request import ResponsesChat, ResponsesRequest
-from protocol.syntax.message_syntax import MessageSyntax
+from protocol.syntax.model_syntax import ModelSyntax
 
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
@@ -94,7 +94,7 @@ def test_what_switches_thinking_reaches_the_template_under_the_name_that_it_read
     sources.append("{% if reasoning_effort != 'none' or true %}{{ reasoning_effort }}{% endif %}")
     for source, expected in zip(sources, rendered, strict=True):
         template = ChatTemplate(source, {})
-        syntax = MessageSyntax(source, {}, knows_tools=False, variables=template.variables)
+        syntax = ModelSyntax(template, {})
         assert segments_text(template.render([USER], variables=syntax.thinking_variables(variables))) == expected
 
 

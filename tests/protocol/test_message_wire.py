@@ -10,15 +10,16 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.messages import FinishReason
+from protocol.chat_template import ChatTemplate
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
-from protocol.syntax.message_syntax import MessageSyntax
+from protocol.syntax.model_syntax import ModelSyntax
 from tests.protocol.wire_helpers import answer, events, lp, output, pieces_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-SYNTAX = MessageSyntax("<tool_call></think>", {}, knows_tools=True)
-LLAMA = MessageSyntax("<|python_tag|>", {}, knows_tools=True)
-MISTRAL = MessageSyntax("[TOOL_CALLS]", {}, knows_tools=True)
+SYNTAX, LLAMA, MISTRAL = (
+    ModelSyntax(ChatTemplate(source, {}), {}) for source in ("<tool_call></think>", "<|python_tag|>", "[TOOL_CALLS]")
+)
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 TEXTS = [

@@ -22,7 +22,6 @@ from protocol.responses.items import chat_messages, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
 from protocol.responses.request import ResponsesRequest, beginning_at, beginnings, fit
 from protocol.responses.tools import CallForm
-from protocol.syntax.formats import FORMATS
 from protocol.syntax.message_parts import (
     ContentDelta,
     MessageFormat,
@@ -31,7 +30,9 @@ from protocol.syntax.message_parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK
+from protocol.syntax.reasoning import THINK
+from protocol.syntax.record import Reading, new_openai_id
+from protocol.syntax.registry import HERMES
 from protocol.tools.kinds import KINDS, Function, ToolUse
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
 from tests.protocol.wire_helpers import lp, output, token_bytes
@@ -296,7 +297,7 @@ async def test_as_much_of_a_conversation_is_kept_as_fits(roles, limit):
     ],
 )
 def test_a_call_that_is_cut_off_is_incomplete_and_so_is_its_response(text: str, status: str) -> None:
-    reader = FORMATS["hermes"].reader(ToolUse(functions=(Function(name="f"),)), NO_SPECIAL_TAGS)
+    reader = HERMES.reader(Reading(tools=ToolUse(functions=(Function(name="f"),)), new_call_id=new_openai_id))
     parser = MessageFormat(new_tool_reader=reader).parser(token_bytes)
     writer = ResponseBodyWriter(HEAD, ECHO).read_with(parser)
     writer.feed_output(output(f'<tool_call>{{"name": "f", "arguments": {text}', finish=FinishReason.STOP))

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 
 from engine.detokenizer import MarkedStopStrings, StopAutomaton, Vocabulary
 from engine.messages import FinishReason
+from protocol.chat_template import ChatTemplate
 from protocol.syntax.message_parts import ContentDelta, MessagePart, ReasoningDelta, join
-from protocol.syntax.message_syntax import MessageSyntax
+from protocol.syntax.model_syntax import ModelSyntax
 from protocol.tools.kinds import Function, ToolUse
 from tests.engine.helpers import byte_level_tokenizer, id_of, sentencepiece_tokenizer
 from tests.protocol.wire_helpers import output
@@ -57,7 +58,7 @@ def answered(
 ) -> tuple[list[MessagePart], int | None]:
     """The parts of the answer and the number of its tokens that are reasoning, through everything between the two."""
     vocabulary, tokenizer = VOCABULARIES[name], TOKENIZERS[name]
-    syntax = MessageSyntax(TEMPLATES[family], {tag: id_of(tokenizer, tag) for tag in TAGS}, knows_tools=True)
+    syntax = ModelSyntax(ChatTemplate(TEMPLATES[family], {}), {tag: id_of(tokenizer, tag) for tag in TAGS})
     decoder = vocabulary.decoder(skip_special_tokens=skip_special_tokens, shown=syntax.shown_special_tokens(tools))
     message_format = syntax.message_format(tools, prompt_end=b"", hide_special_tokens=skip_special_tokens)
     parser = message_format.parser(vocabulary.token_bytes)

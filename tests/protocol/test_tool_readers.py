@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from itertools import count
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.messages import SPECIAL_MARK
-from protocol.syntax.formats import FORMATS
 from protocol.syntax.json_scanner import JsonScanner
 from protocol.syntax.message_parts import (
     ContentDelta,
@@ -22,18 +20,24 @@ from protocol.syntax.message_parts import (
     join,
 )
 from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK, SpecialTags
+from protocol.syntax.record import Reading
+from protocol.syntax.registry import HERMES, SYNTAXES
+from protocol.tools.kinds import Function, ToolUse
 from tests.protocol.wire_helpers import pieces_of, token_bytes
 
-FAMILIES = {"hermes": (), "llama3": FORMATS["llama3"].tags, "mistral": FORMATS["mistral"].tags}
-NAMES = frozenset({"f", "g"})
+FAMILIES = {"hermes": (), "llama3": SYNTAXES["llama3"].tags, "mistral": SYNTAXES["mistral"].tags}
+TOOLS = ToolUse(functions=(Function(name="f"), Function(name="g")))
+
+
+def reading_with(tags=NO_SPECIAL_TAGS):
+    return Reading(tools=TOOLS, new_call_id=lambda name, index: f"id{index}", tags=tags)
 
 
 def parts_of(family, *texts, reasoning=None):
     """The parts of a text in which the tags that are special tokens of the family's vocabularies are such tokens."""
     special = FAMILIES[family]
-    ids = map("id{}".format, count())
     tags = SpecialTags({tag: number for number, tag in enumerate(special)})
-    new_reader = partial(FORMATS[family].block_reader, lambda: next(ids), NAMES, tags)
+    new_reader = partial(SYNTAXES[family].new_reader, reading_with(tags))
     message_format = MessageFormat(reasoning=reasoning, new_tool_reader=new_reader, special_tags=tags)
     parser = message_format.parser(token_bytes)
     if len(texts) == 1:
@@ -157,7 +161,7 @@ def test_calls_are_told_from_content(family, text, parts):
 
 
 FRAGMENTS = [
-    *(tag for each in FORMATS.values() for tag in each.tags),
+    *(tag for each in (SYNTAXES[name] for name in FAMILIES) for tag in each.tags),
     '{"name": "f", ',
     '{"name": "g", "arguments": ',
     '"arguments": ',
@@ -229,8 +233,7 @@ def test_the_scanner_refuses_brackets_without_end():
 
 
 def test_arguments_are_sent_while_they_are_written():
-    ids = iter(["id0"])
-    reader = FORMATS["hermes"].block_reader(lambda: next(ids), NAMES, NO_SPECIAL_TAGS)
+    reader = HERMES.new_reader(reading_with())
     fed = [
         reader.feed_text(piece)
         for piece in (

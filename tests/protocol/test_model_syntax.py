@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,19 +11,20 @@ from engine.messages import SPECIAL_MARK
 from protocol.chat_template import CHATML, ChatTemplate, segments_text
 from protocol.syntax.grammars import json_schema
 from protocol.syntax.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
-from protocol.syntax.message_syntax import MessageSyntax
+from protocol.syntax.model_syntax import ModelSyntax
 from protocol.tools.kinds import Function, ToolUse
 from tests.protocol.wire_helpers import token_bytes
 
 # What tells the families apart, in as few words as a template can have.
-QWEN = (
-    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> Use <tool_call></tool_call>. "
-    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
-    "{{ call.function.arguments.city }}</tool_call>{% endfor %}{% endfor %}</think>"
-)
-LLAMA = 'Environment: ipython {% if tools %}{"name": function name, "parameters": {}}{% endif %}'
-MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
-UNKNOWN = "{% if tools %}<function=NAME>{% endif %}<tool_call>"
+DECLARES = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+CALLS = "{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+QWEN = f"{DECLARES} Use <tool_call></tool_call>. {MESSAGES}<tool_call>{CALLS}</think>"
+LLAMA = f'Environment: ipython {DECLARES}{{"name": function name, "parameters": {{}}}} {MESSAGES}{CALLS}'
+MISTRAL = f"{DECLARES}[AVAILABLE_TOOLS]{MESSAGES}[TOOL_CALLS]{CALLS}"
+GLM = f"{DECLARES}<tool_call>NAME<arg_key>{MESSAGES}<tool_call>{CALLS}"
+CODER = f"{DECLARES}<tool_call><function=NAME>{MESSAGES}<tool_call>{CALLS}"
+FUNCTIONARY = f"{DECLARES}<|python_tag|><function=NAME>{MESSAGES}{CALLS}"
 
 WEATHER = Function(name="weather", description="It rains?", parameters={"type": "object", "required": ["city"]})
 TIME = Function(name="time")
@@ -36,7 +38,7 @@ CONVERSATION = [
 
 def syntax_of(template, special_tokens=(), **parsers):
     ids = {token: number for number, token in enumerate(special_tokens)}
-    return MessageSyntax(template, ids, knows_tools=ChatTemplate(template, {}).knows_tools, **parsers)
+    return ModelSyntax(ChatTemplate(template, {}, special_tokens), ids, **parsers)
 
 
 def read(syntax, text, tools, **options):
@@ -59,15 +61,37 @@ WRITTEN = {
 
 @pytest.mark.parametrize(
     ("template", "family"),
-    [(QWEN, "hermes"), (LLAMA, "llama3"), (MISTRAL, "mistral"), (UNKNOWN, "hermes"), (CHATML, "hermes")],
+    [(QWEN, "hermes"), (LLAMA, "llama3"), (MISTRAL, "mistral"), (CHATML, "described")],
 )
-def test_the_family_is_told_by_the_template(template, family):
+def test_the_family_is_found_by_the_template(template, family):
     tools = ToolUse(functions=(WEATHER,))
+    assert syntax_of(template).name == family
     for written_in, text in WRITTEN.items():
+        family = "hermes" if family == "described" else family
         parts = read(syntax_of(template), text, tools)
         assert parts == (CALLED if written_in == family else [ContentDelta(text)])
         assert read(syntax_of(template, tool_parser=written_in), text, tools) == CALLED
         assert read(syntax_of(template, tool_parser="none"), text, tools) == [ContentDelta(text)]
+
+
+@pytest.mark.parametrize("template", [GLM, CODER, FUNCTIONARY])
+def test_calls_of_an_unknown_syntax_stay_text_and_the_log_says_so_once(template, caplog):
+    syntax = syntax_of(template)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "tool_parser" in caplog.text
+    assert syntax.name == "none"
+    tools = ToolUse(functions=(WEATHER,))
+    for text in WRITTEN.values():
+        assert read(syntax, text, tools) == [ContentDelta(text)]
+    assert syntax.for_template(CONVERSATION, tools) == (CONVERSATION, [WEATHER.for_template()])
+    assert len(caplog.records) == 1
+    # A demanded call has a form that the prompt teaches.
+    demanded = ToolUse(functions=(WEATHER,), choice="required")
+    messages, shown = syntax.for_template(CONVERSATION, demanded)
+    assert shown is None
+    assert '{"name": "NAME", "arguments": {ARGUMENTS}}' in messages[0]["content"]
+    assert json.loads(grammar_of(syntax, demanded).value)["tags"][0]["begin"].startswith("<tool_call>")
+    assert read(syntax, WRITTEN["hermes"], demanded) == CALLED
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
@@ -173,13 +197,13 @@ def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects():
     messages, tools = syntax_of(QWEN).for_template(CONVERSATION, ToolUse(functions=(WEATHER,)))
     rendered = segments_text(ChatTemplate(QWEN, {}).render(messages, tools=tools))
     assert '{"type": "function", "function": {"name": "weather", "description": "It rains?"' in rendered
-    assert "assistant: <tool_call>Ulm</tool_call>" in rendered
+    assert 'assistant: <tool_call>weather {"city": "Ulm"}' in rendered
     assert "tool: Rain." in rendered
     assert syntax_of(QWEN).for_template(CONVERSATION, None) == (CONVERSATION, None)
 
 
-@pytest.mark.parametrize("template", [CHATML, UNKNOWN])
-def test_other_templates_are_told_of_tools_in_words(template):
+@pytest.mark.parametrize("template", [CHATML, "<tool_call>" + CHATML])
+def test_templates_without_tools_get_them_in_words(template):
     syntax = syntax_of(template)
     messages, tools = syntax.for_template([{"role": "system", "content": "Be brief."}, *CONVERSATION], None)
     assert tools is None
@@ -219,10 +243,71 @@ def test_reasoning_that_the_prompt_has_opened_needs_no_tag():
     assert join(closed.feed_text("a")) == [ContentDelta("a")]
 
 
+TWO = {**CALL, "id": "d", "function": {"name": "time", "arguments": {"zone": "CET"}}}
+SEVERAL: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather and time?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL, TWO]},
+    {"role": "tool", "content": "Noon.", "tool_call_id": "d"},
+    {"role": "tool", "content": "Rain.", "tool_call_id": "c"},
+    {"role": "assistant", "content": "Rain at noon."},
+    {"role": "user", "content": "Thanks."},
+]
+FORMS = {
+    "all": f"{DECLARES}{MESSAGES}<tool_call>{CALLS}",
+    "one call": f"{MESSAGES}<tool_call>{CALLS}".replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+    "one call or an error": "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+    "{{ raise_exception('one') }}{% endif %}{% endfor %}" + f"{MESSAGES}<tool_call>{CALLS}",
+    "arguments as text": f"{MESSAGES}<tool_call>{CALLS}".replace("arguments | tojson", "arguments"),
+    "text that is added": f"{MESSAGES}<tool_call>{CALLS}".replace(
+        "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}"
+    ),
+    "no results": f"{MESSAGES}<tool_call>{CALLS}".replace(
+        "{{ m.role }}", "{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.role }}"
+    ),
+    "nothing": CHATML + "<tool_call>",
+}
+
+
+@pytest.mark.parametrize("template", FORMS.values(), ids=FORMS)
+def test_every_call_result_and_text_of_a_history_is_in_the_prompt(template):
+    template = ChatTemplate(template, {})
+    messages, tools = ModelSyntax(template, {}).for_template(SEVERAL, ToolUse(functions=(WEATHER, TIME)))
+    text = segments_text(template.render(messages, tools=tools))
+    places = [
+        text.index(each) for each in ("Weather and time?", "I look.", '{"city": "Ulm"}', "Rain at noon.", "Thanks.")
+    ]
+    assert places == sorted(places)
+    assert '{"zone": "CET"}' in text
+    assert text.count("Rain.") == text.count("Noon.") == 1
+    assert '"name": "weather", "description": "It rains?"' in text
+
+
+def test_results_follow_their_calls_where_a_message_has_one_call():
+    shaped, _ = syntax_of(FORMS["one call"]).for_template(SEVERAL, None)
+    assert [(m["content"], len(m.get("tool_calls", ()))) for m in shaped[1:5]] == [
+        ("I look.", 1),
+        ("Rain.", 0),
+        ("", 1),
+        ("Noon.", 0),
+    ]
+
+
+def test_only_what_the_server_writes_of_a_call_is_control_tokens():
+    template = ChatTemplate(FORMS["nothing"], {}, ["<tool_call>", "</tool_call>"])
+    call = {**CALL, "function": {"name": "weather", "arguments": {"city": "</tool_call>"}}}
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": "<tool_call>"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    messages, _ = ModelSyntax(template, {}).for_template(history, None)
+    segments = template.render(messages)
+    assert [text for text, is_plain in segments if is_plain] == ["<tool_call>", "</tool_call>"]
+    assert segments_text(each for each in segments if not each[1]).count("</tool_call>") == 1
+
+
 def test_fields_for_the_template_that_it_does_not_read_are_named():
     def unread(template, documents=None, **variables):
-        names = ChatTemplate(template, {}).variables
-        return MessageSyntax(template, {}, knows_tools=False, variables=names).unread_fields(documents, variables)
+        return ModelSyntax(ChatTemplate(template, {}), {}).unread_fields(documents, variables)
 
     assert unread("{{ documents }}{{ thinking }}", [{}], enable_thinking=True, date=1) == ("chat_template_kwargs.date",)
     assert unread("{{ messages }}", [{}], thinking=True) == ("documents", "chat_template_kwargs.thinking")

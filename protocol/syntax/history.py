@@ -1,0 +1,186 @@
+"""Conversations in the form that a chat template can show.
+
+What a template shows is found out once, by rendering calls with random words (`find_form`): many templates drop calls,
+take one call of several, or print an object of arguments as Python does. What it does not show, the syntax's record
+writes into the text. So every call, result and text of a history is in the prompt.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
+
+from engine.errors import InvalidRequest
+from protocol.chat_template import ChatTemplate, ChatTemplateError, Written, segments_text
+from protocol.syntax.record import Message, Syntax, json_of
+from protocol.tools.kinds import Function
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateForm:
+    """The things that a chat template shows: declarations of tools, calls and results, several calls of a message.
+
+    With `text_arguments` it shows the arguments of calls if they are JSON text instead of an object.
+    """
+
+    declares_tools: bool = False
+    shows_calls: bool = False
+    takes_several: bool = False
+    text_arguments: bool = False
+
+
+def find_form(template: ChatTemplate, syntax: Syntax) -> TemplateForm:
+    """Return the form of a template with this syntax, after rendering at most four short conversations."""
+    function = Function(name=_word(), description="Answers", parameters={"type": "object", "properties": {}})
+    user: Message = {"role": "user", "content": "Hello"}
+
+    def show(calls: Sequence[tuple[str, str]], *, as_text: bool) -> bool:
+        """Return True if the template shows these calls, of argument and value, and their results."""
+        ids, results = [_word() for _ in calls], [_word() for _ in calls]
+        written = [
+            {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": dict([argument])}}
+            for call_id, argument in zip(ids, calls, strict=True)
+        ]
+        messages: list[Message] = [user, {"role": "assistant", "content": "", "tool_calls": written}]
+        messages += [
+            {"role": "tool", "content": result, "tool_call_id": call_id, "name": function.name}
+            for call_id, result in zip(ids, results, strict=True)
+        ]
+        messages = with_known_ids(syntax.shape([*messages, {"role": "assistant", "content": "Done"}, user]), syntax)
+        text = _rendered(template, with_text_arguments(messages) if as_text else messages, function)
+        if text is None or any(word not in text for word in (*chain(*calls), *results)):
+            return False
+        # Python's spelling of an object, or JSON in quotation marks: the model writes neither.
+        return not any(f"'{key}'" in text or f'\\"{key}' in text for key, _ in calls)
+
+    declared = _rendered(template, [user], function)
+    declares = declared is not None and function.name in declared
+    one = [(_word(), _word())]
+    text_arguments = not show(one, as_text=False)
+    if text_arguments and not show(one, as_text=True):
+        return TemplateForm(declares_tools=declares)
+    return TemplateForm(
+        declares_tools=declares,
+        shows_calls=True,
+        takes_several=show([*one, (_word(), _word())], as_text=text_arguments),
+        text_arguments=text_arguments,
+    )
+
+
+def _word() -> str:
+    return f"w{secrets.randbelow(10**8):08d}"  # nine letters and digits, which ids of Mistral's need
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], function: Function) -> str | None:
+    try:
+        return segments_text(template.render(messages, tools=[function.for_template()]))
+    except (InvalidRequest, ChatTemplateError):
+        return None
+
+
+def for_form(messages: Sequence[Message], form: TemplateForm, syntax: Syntax) -> list[Message]:
+    """Return the conversation in the form that a template shows completely."""
+    messages = with_known_ids(syntax.shape(messages), syntax)
+    if not form.shows_calls:
+        return [_as_text(message, syntax) for message in messages]
+    if not form.takes_several:
+        messages = one_call_each(messages)
+    return with_text_arguments(messages) if form.text_arguments else messages
+
+
+def with_known_ids(messages: Sequence[Message], syntax: Syntax) -> list[Message]:
+    """Return the messages with ids of calls that the family's templates accept: they may come from another model."""
+    known = syntax.known_call_id
+    if known is None:
+        return list(messages)
+    ids: dict[str, str] = {}
+    numbers = count()
+
+    def of_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        given = call.get("id", "")
+        ids[given] = known(given, call["function"]["name"], next(numbers))
+        return {**call, "id": ids[given]}
+
+    shaped = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            shaped.append({**message, "tool_calls": [of_call(call) for call in calls]})
+        elif (given := message.get("tool_call_id")) is not None:
+            call_id = ids.get(given) or known(given, message.get("name", ""), next(numbers))
+            shaped.append({**message, "tool_call_id": call_id})
+        else:
+            shaped.append(message)
+    return shaped
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Return the conversation with one call in each message, followed by its result."""
+    split: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        end = place
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results, place = list(messages[place:end]), end
+        for number, call in enumerate(calls):
+            first = message if number == 0 else {"role": message["role"], "content": ""}
+            split.append({**first, "tool_calls": [call]})
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            if not own and results and "tool_call_id" not in results[0]:
+                own = results[:1]
+            split += own
+            results = [each for each in results if each not in own]
+        split += results
+    return split
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the arguments of calls as JSON text."""
+
+    def of_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json_of(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [of_call(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _as_text(message: Message, syntax: Syntax) -> Message:
+    """Return the message with calls or a result as text."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": syntax.write_result(content_text(message["content"]))}
+    if calls := message.get("tool_calls"):
+        content = content_text(message["content"])
+        written = [syntax.write_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        message = {**message, "content": Written.joined("\n", [*([content] if content else []), *written])}
+        del message["tool_calls"]
+    return message
+
+
+def with_declaration(messages: Sequence[Message], functions: Sequence[Function], syntax: Syntax) -> list[Message]:
+    """Return the conversation with a description of the functions in the system message."""
+    if not functions:
+        return list(messages)
+    offer = syntax.declaration(functions)
+    if messages and messages[0]["role"] in ("system", "developer"):
+        content = Written.joined("\n\n", [content_text(messages[0]["content"]), offer])
+        return [{**messages[0], "content": content}, *messages[1:]]
+    return [{"role": "system", "content": offer}, *messages]
+
+
+def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a message's content, which is a string or a list of parts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

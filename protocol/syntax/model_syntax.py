@@ -1,0 +1,191 @@
+"""The served model's syntax: the record that its chat template or the operator has chosen, applied to requests.
+
+Everything that depends on the family goes through here: what the template gets, the grammar, which special tokens are
+text, and how answers are read.
+
+A template of an unknown syntax that declares tools itself keeps them, and its model's calls stay text: nothing is
+guessed. A template that declares none gets a description in the system message, in its syntax's own form; without a
+syntax the server teaches one (`DESCRIBED`), as it does where a call is demanded of an unknown syntax.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import structs
+
+from engine.messages import StructuredOutput
+from protocol.chat_template import ChatTemplate
+from protocol.syntax.history import find_form, for_form, with_declaration
+from protocol.syntax.message_parts import MessageFormat
+from protocol.syntax.reasoning import BRACKETS, THINK, ReasoningTags, SpecialTags
+from protocol.syntax.record import Message, Reading, Syntax
+from protocol.syntax.registry import DESCRIBED, SYNTAXES, ToolParser, syntax_of
+from protocol.tools.kinds import ToolUse
+
+logger = logging.getLogger(__name__)
+
+ReasoningParser = Literal["auto", "think", "none"]
+
+_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # setting one sets the others
+
+PROMPT_TAIL = 16
+"""Tokens at the end of a prompt that may open the reasoning."""
+
+
+class ModelSyntax:
+    """The served model's way of writing. Immutable.
+
+    `template` is rendered a few times to find out what it shows. `special_tokens` are the ids of the tokens that are
+    left out of text. `name` is the model's, for the log.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        special_tokens: Mapping[str, int],
+        *,
+        name: str = "the model",
+        tool_parser: ToolParser = "auto",
+        reasoning_parser: ReasoningParser = "auto",
+    ) -> None:
+        self._special_tokens = special_tokens
+        self._variables = template.variables
+        known = SYNTAXES.get(tool_parser) or syntax_of(template.source, special_tokens)
+        self._syntax: Syntax = known or DESCRIBED
+        self._form = find_form(template, self._syntax)
+        self._is_unknown = known is None and self._form.declares_tools
+        self._reads_calls = tool_parser != "none" and not self._is_unknown
+        self._splits_reasoning = reasoning_parser != "none"
+        self._reasoning = self._syntax.reasoning or _reasoning_tags(template.source)
+        if reasoning_parser != "auto":
+            self._reasoning = THINK if reasoning_parser == "think" else None
+        self._knows_no_effort = re.search(r"""(['"])none\1""", template.source) is not None
+        if self._is_unknown and tool_parser == "auto":
+            logger.warning(
+                "The chat template of %s writes tool calls in a syntax that is not known here: calls that the model "
+                "makes stay text. Set tool_parser to one of %s if it writes them so",
+                name,
+                ", ".join(SYNTAXES),
+            )
+        elif not self._form.declares_tools:
+            logger.info(
+                "The chat template of %s declares no tools: those of a request are described in the system message, "
+                "in the syntax %s",
+                name,
+                self._syntax.name,
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the syntax in which calls are read; `none` if they stay text."""
+        return self._syntax.name if self._reads_calls else "none"
+
+    def for_template(
+        self, messages: Sequence[Message], tools: ToolUse | None
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """Return the messages and the tools for the chat template."""
+        functions = tools.functions if tools else ()
+        shown = for_form(messages, self._form, self._syntax)
+        if self._form.declares_tools and not (self._is_unknown and tools and tools.choice == "required"):
+            return shown, [function.for_template() for function in functions] or None
+        return with_declaration(shown, functions, self._syntax), None
+
+    def unread_fields(self, documents: object, variables: Iterable[str]) -> tuple[str, ...]:
+        """Return the request's fields for the template that this template does not read."""
+        read = self._variables | (_THINKING if self._variables & _THINKING else frozenset())
+        unread = (f"chat_template_kwargs.{name}" for name in variables if name not in read)
+        return (*(("documents",) if documents and "documents" not in read else ()), *unread)
+
+    def thinking_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `given` variables, and the thinking variables that the template reads, set to match them.
+
+        A client sets one of `enable_thinking`, `thinking` and `reasoning_effort`; a model's template may read another.
+        """
+        effort = given.get("reasoning_effort")
+        thinks = given.get("enable_thinking", given.get("thinking", None if effort is None else effort != "none"))
+        if effort is None and thinks is not None and (thinks or self._knows_no_effort or self._syntax.efforts):
+            effort = ("high" if self._knows_no_effort else "medium") if thinks else "none"
+        effort = self._syntax.efforts.get(effort, effort) if isinstance(effort, str) else effort
+        same = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
+        read = {name: value for name, value in same.items() if value is not None and name in self._variables}
+        return {**read, **given, **({"reasoning_effort": effort} if "reasoning_effort" in read else {})}
+
+    def grammar(
+        self, tools: ToolUse | None, asked: StructuredOutput | None, *, prompt_end: bytes
+    ) -> StructuredOutput | None:
+        """Return the grammar of the text. `asked` is the client's for an answer in words.
+
+        A demanded call replaces it, because there is no such answer then. The model may reason before either.
+        """
+        if tools is not None and (tools.choice == "required" or (asked is None and self._reads_calls)):
+            grammar = self._syntax.grammar(tools)
+            return grammar if grammar is None else self._after_reasoning(grammar, prompt_end)
+        return asked if asked is None else self._after_reasoning(asked, prompt_end, opening=self._syntax.answer_opening)
+
+    def _after_reasoning(self, grammar: StructuredOutput, prompt_end: bytes, opening: str = "") -> StructuredOutput:
+        tags = self.reasoning_tags(prompt_end)
+        if tags is None:
+            return structs.replace(grammar, reasoning=None)
+        closing = f"{tags[1]}{self._syntax.after_reasoning}"
+        return structs.replace(grammar, reasoning=(tags[0], closing), answer_opening=opening)
+
+    def reasoning_tags(self, prompt_end: bytes) -> tuple[str, str] | None:
+        """Return the tags around the reasoning: "" for the first if the prompt has it, None for a model without it."""
+        if self._reasoning is None or not self._syntax.begins_message(prompt_end.decode(errors="replace")):
+            return None
+        return "" if self._reasoning_is_open(prompt_end) else self._reasoning.opening, self._reasoning.closing
+
+    def shown_special_tokens(self, tools: ToolUse | None) -> tuple[int, ...]:
+        """Return the special tokens that must be in the text although others are left out: tags that are read."""
+        return tuple(self._shown(tools).values())
+
+    def message_format(
+        self,
+        tools: ToolUse | None,
+        *,
+        prompt_end: bytes,
+        num_calls: int = 0,
+        show_reasoning: bool = True,
+        hide_special_tokens: bool = True,
+    ) -> MessageFormat:
+        """Return how to read the answer. `prompt_end` is the text of the prompt's last `PROMPT_TAIL` tokens,
+        `num_calls` the number of calls in the conversation before."""
+        tags = SpecialTags(self._shown(tools), shown=not hide_special_tokens)
+        syntax = self._syntax
+        reading = Reading(
+            tools=tools if tools and self._reads(tools) else None,
+            new_call_id=lambda name, index: syntax.new_call_id(name, num_calls + index),
+            tags=tags,
+            prompt_end=prompt_end.decode(errors="replace"),
+            splits_reasoning=self._splits_reasoning,
+        )
+        finds_all = syntax.reads_reasoning
+        return MessageFormat(
+            reasoning=self._reasoning,
+            reasoning_is_open=self._reasoning_is_open(prompt_end),
+            show_reasoning=show_reasoning,
+            new_tool_reader=syntax.reader(reading) if reading.tools or finds_all else None,
+            call_is_demanded=tools is not None and tools.choice == "required",
+            call_is_named=tools is not None and tools.named is not None,
+            special_tags=tags,
+            between_messages=syntax.after_reasoning if finds_all else "",
+        )
+
+    def _reasoning_is_open(self, prompt_end: bytes) -> bool:
+        return self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning.opening.encode())
+
+    def _reads(self, tools: ToolUse) -> bool:
+        return self._reads_calls or tools.choice == "required"
+
+    def _shown(self, tools: ToolUse | None) -> dict[str, int]:
+        reads = self._syntax.reads_reasoning or (tools and self._reads(tools))
+        tags = (*(self._reasoning or ()), *(self._syntax.tags if reads else ()))
+        return {tag: self._special_tokens[tag] for tag in tags if tag in self._special_tokens}
+
+
+def _reasoning_tags(template: str) -> ReasoningTags | None:
+    return next((tags for tags in (THINK, BRACKETS) if tags.closing in template), None)

@@ -1,0 +1,113 @@
+"""The syntaxes that are known, and the one that a chat template was made for.
+
+The first record that matches is taken, so a narrow one stands before a wider one. A template that matches none has an
+unknown syntax: what its model writes stays text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import string
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import Literal
+
+from protocol.syntax.call_reader import Block, CallSink
+from protocol.syntax.harmony import HARMONY
+from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject
+from protocol.syntax.record import Reading, Syntax
+
+ToolParser = Literal["auto", "harmony", "mistral", "hermes", "llama3", "none"]
+"""The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
+
+_MISTRAL_ID = 9  # characters
+
+
+def template_has(*texts: str, without: tuple[str, ...] = ()) -> Callable[[str, Container[str]], bool]:
+    """Return a `Syntax.matches` for templates that contain all of `texts` and nothing of `without`."""
+    return lambda template, special_tokens: (
+        all(text in template for text in texts) and not any(text in template for text in without)
+    )
+
+
+def _is_llama(template: str, special_tokens: Container[str]) -> bool:
+    if "<function=" in template:  # of Functionary's calls
+        return False
+    return "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template)
+
+
+def _new_mistral_id(name: str, number: int) -> str:
+    # The family's templates refuse a conversation with ids of another form.
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MISTRAL_ID))
+
+
+def _known_mistral_id(call_id: str, name: str, number: int) -> str:
+    if len(call_id) == _MISTRAL_ID and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_MISTRAL_ID]
+
+
+def _any_object(reading: Reading, sink: CallSink) -> Block:
+    return CallObject(sink)
+
+
+MISTRAL = Syntax(
+    name="mistral",
+    matches=template_has("[TOOL_CALLS]"),
+    opening="[TOOL_CALLS]",
+    other_tags=(CALL_ID, ARGUMENTS),
+    block=lambda reading, sink: CallList(reading.tags, sink),
+    before='[TOOL_CALLS][{"name": "NAME", "arguments": ',  # the old form, which all versions of the family read
+    after="}]",
+    end_tokens=("</s>",),
+    new_call_id=_new_mistral_id,
+    known_call_id=_known_mistral_id,
+)
+HERMES = Syntax(  # of Qwen 2.5 and 3, and many others
+    name="hermes",
+    matches=template_has("<tool_call>", without=("<arg_key>", "<function=", "<invoke name=")),
+    opening="<tool_call>",
+    closing="</tool_call>",
+    separator="\n",
+    block=_any_object,
+    before='<tool_call>\n{"name": "NAME", "arguments": ',
+    after="}\n</tool_call>",
+    end_tokens=("<|im_end|>",),
+)
+LLAMA3 = Syntax(
+    name="llama3",
+    matches=_is_llama,
+    opening="<|python_tag|>",
+    bare="{",
+    separator="; ",
+    block=lambda reading, sink: CallObject(sink, names=reading.functions),
+    before='{"name": "NAME", "parameters": ',
+    after="}",
+    end_tokens=("<|eot_id|>", "<|eom_id|>"),
+)
+DESCRIBED = replace(HERMES, name="described", matches=lambda template, special_tokens: False)
+"""The form that the server itself teaches in the prompt, where a template declares no tools and has no syntax."""
+
+SYNTAXES = {each.name: each for each in (HARMONY, MISTRAL, HERMES, LLAMA3)}
+"""The records by name, in the order in which templates are compared with them."""
+
+END_TOKENS = (
+    *(token for each in SYNTAXES.values() for token in each.end_tokens),
+    *("<|observation|>", "<|tool_response>"),  # of GLM and Gemma: no reader here knows their calls
+)
+
+
+def syntax_of(template: str, special_tokens: Container[str]) -> Syntax | None:
+    """Return the syntax that a chat template was made for; None if it is none of ours."""
+    return next((each for each in SYNTAXES.values() if each.matches(template, special_tokens)), None)
+
+
+def end_tokens(template: str, special_tokens: Container[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the tokens that end an answer in some family, and those that do not end one of this template's model.
+
+    Model files often name only one end token, and some name one that is inside of an answer.
+    """
+    syntax = syntax_of(template, special_tokens)
+    inner = () if syntax is None else syntax.inner_tokens
+    return tuple(token for token in END_TOKENS if token not in inner), inner

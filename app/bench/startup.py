@@ -49,7 +49,9 @@ def run(
     settings: Settings, *, num_iters_cold: int, num_iters_warmup: int, num_iters_warm: int, output_json: Path | None
 ) -> int:
     """Measure the starts, after fetching the model if it is missing."""
-    weights = weight_paths(open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format))
+    weights = weight_paths(
+        open_model(settings.model_source, cache_dir=settings.cache_dir, load_format=settings.load_format)
+    )
     taken: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters_cold):
         with TemporaryDirectory() as empty:

@@ -99,9 +99,22 @@ def pull(settings: Settings) -> int:
 
     with loading() as progress:
         files = open_model(
-            settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
+            settings.model_source, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
         )
     print(f"{files.name} is complete.")
+    return 0
+
+
+def list_models(settings: Settings) -> int:
+    """List the models that were fetched, by the names under which they can be served."""
+    from gpu.checkpoint import models_here
+
+    models = list(models_here(settings.cache_dir))
+    width = max((len(name) for name, _, _ in models), default=0)
+    for name, size, state in models:
+        print(f"{name:{width}}  {size / 1e9:7.2f} GB  {state}")
+    if not models:
+        print("No model was fetched yet. `headrace pull MODEL` fetches one.")
     return 0
 
 
@@ -168,7 +181,8 @@ OF_THE_ENGINE = tuple(takewhile(lambda name: name != "host", Settings.model_fiel
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
     "chat": Command.of(chat, add_flags=_add_chat_flags, in_help=OF_THE_ENGINE),
-    "pull": Command.of(pull, in_help=("model", "load_format", "cache_dir")),
+    "pull": Command.of(pull, in_help=("model", "gguf_file", "load_format", "cache_dir")),
+    "list": Command.of(list_models, in_help=("cache_dir",)),
     "config": Command.at(
         "app.commands.cli", "Show the settings in force, and where each comes from.", wants_sources=True
     ),
@@ -229,7 +243,7 @@ class _Once(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise SettingsError(f"{option_string} is given twice. Give it once{self.const}")
+            raise SettingsError(f"{option_string or 'the model'} is given twice. Give it once{self.const}")
         setattr(namespace, self.dest, values)
 
 
@@ -264,7 +278,8 @@ def _add_commands(parser: ArgumentParser, commands: Mapping[str, Command | Comma
             continue
         about["usage"] = f"{parser.prog} {name} [--FLAG VALUE ...]"
         if entry.takes_settings:
-            about["usage"] = f"{parser.prog} {name} [--config FILE] [--SETTING VALUE ...]"
+            model = "[MODEL] " if "model" in entry.in_help else ""
+            about["usage"] = f"{parser.prog} {name} {model}[--config FILE] [--SETTING VALUE ...]"
             about["epilog"] = (
                 f"Each setting is also an environment variable ({flag_name('max_num_seqs')} is "
                 f"{env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the "
@@ -284,6 +299,10 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
     every = len(in_help) == len(Settings.model_fields)
     others = None if every else "All others work too: see headrace serve --help."
     settings = parser.add_argument_group("settings", others)
+    if "model" in in_help:
+        settings.add_argument(
+            "model", nargs="?", default=argparse.SUPPRESS, action=_Once, const="", help="--model's value."
+        )
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
     for name, field in Settings.model_fields.items():
         # Values stay text here: pydantic checks them, with the same errors as for the environment and the file.

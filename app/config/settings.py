@@ -49,6 +49,11 @@ def check_together(settings: Settings) -> None:
                 f"{name} ({seconds:g}) must be at most max_timeout ({settings.max_timeout:g}), the longest that a "
                 f"request gets. What works: max_timeout = {seconds:g}, or a smaller {name}"
             )
+    if settings.gguf_file is not None and ":" in settings.model:
+        raise ValueError(
+            f"gguf_file ({settings.gguf_file}) names a file of model, which names a quantization already "
+            f"({settings.model}). What works: model = {settings.model.partition(':')[0]}, or no gguf_file"
+        )
     _check_hosts(settings)
     _check_tiers(settings)
     _check_ranks(settings)
@@ -187,8 +192,16 @@ class Settings(BaseSettings):
     # The model.
     model: str = Field(
         "smollm2-135m-instruct",
-        description="Model to serve: the embedded model's alias, a .gguf file, a Hugging Face directory or a hub id.",
+        description="Model to serve: the embedded model's alias, a .gguf file, a Hugging Face directory, or a hub id, "
+        "as org/name, org/name:Q4_K_M for a GGUF file, and @REVISION behind either.",
         min_length=1,
+    )
+    gguf_file: str | None = Field(
+        None,
+        description="File of the hub's repository or of the directory to serve; a part stands for all parts. Default: "
+        "by the quantization in the model's name, Q4_K_M before others.",
+        min_length=1,
+        examples=["Qwen3-8B-Q6_K.gguf"],
     )
     served_model_name: StringList = Field(
         (),
@@ -515,6 +528,16 @@ class Settings(BaseSettings):
         examples=["http://127.0.0.1:4318/v1/traces"],
     )
     trace_messages: bool = Field(False, description="Add the text of prompts and answers to traces, truncated.")
+
+    @property
+    def model_source(self) -> str:
+        """The argument of `gpu.checkpoint.open_model`: the model with its `gguf_file`."""
+        if self.gguf_file is None:
+            return self.model
+        if (folder := Path(self.model).expanduser()).is_dir():
+            return str(folder / self.gguf_file)
+        repo, at, revision = self.model.partition("@")
+        return f"{repo}:{self.gguf_file}{at}{revision}"
 
     @property
     def model_names(self) -> tuple[str, ...]:

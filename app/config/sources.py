@@ -172,8 +172,8 @@ def unknown_setting(name: str, known: Iterable[str]) -> str:
 
 def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
     """Return the message for an unknown flag; `program --help` lists the known ones."""
-    if not name.startswith("-") and "--model" in known:  # other servers take the model as an argument
-        return f"{name!r} has no flag. If it is a model: {program} --model {name}"
+    if not name.startswith("-"):
+        return f"{name!r} has no flag. Only one word needs none, the model: {program} MODEL"
     return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
 
 

@@ -57,7 +57,7 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     """Find or fetch the model and read everything but its weights. Blocks. Raises ModelError, and ConfigError if the
     model cannot be divided among so many ranks, before any of their processes is started."""
     files = open_model(
-        settings.model,
+        settings.model_source,
         cache_dir=settings.cache_dir,
         load_format=settings.load_format,
         seed=settings.seed,
@@ -293,7 +293,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         from gpu.parallel.multiproc import MultiprocExecutor
         from gpu.sharding import Layout
 
-        opened = {"model": settings.model, "load_format": settings.load_format, "seed": settings.seed}
+        opened = {"model": settings.model_source, "load_format": settings.load_format, "seed": settings.seed}
         cache_dir = None if settings.cache_dir is None else str(settings.cache_dir)
         executor: type[MultiprocExecutor] = MultiprocExecutor
         sizes = {name: getattr(settings, name) for name in LAYOUT_SETTINGS}

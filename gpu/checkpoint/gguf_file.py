@@ -16,8 +16,9 @@ import itertools
 import math
 import mmap
 import os
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -66,6 +67,7 @@ _MAX_TENSORS = 2**16
 _MAX_ELEMENTS = 2**22  # of all arrays together
 _TENSOR_TYPES = {tensor_type.number: tensor_type for tensor_type in TENSOR_TYPES}
 _STRING, _ARRAY = 8, 9
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # for struct
 
 
@@ -78,6 +80,7 @@ class GGUFTensor:
     type: TensorType
     offset: int  # from the start of the file, bytes
     nbytes: int
+    part: int = 0  # of a split file
 
 
 def file_state(status: os.stat_result) -> tuple[int, ...]:
@@ -86,20 +89,50 @@ def file_state(status: os.stat_result) -> tuple[int, ...]:
 
 
 class GGUFFile:
-    """An opened GGUF file. Immutable; the file stays mapped as long as this object lives."""
+    """An opened GGUF file, or all parts of a split one. Immutable; files stay mapped as long as this object lives."""
 
     def __init__(self, path: Path) -> None:
-        """Read metadata and tensor infos. Raises `ModelError` if the file is not GGUF, damaged or unsupported."""
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self.state = file_state(os.fstat(file.fileno()))
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise ModelError(f"{path} cannot be read: {error}.") from error
-        header = _Header(path, self._map)
+        """Read metadata and tensor infos. Any part of a split file names all of them; the first has the metadata.
+
+        Raises `ModelError` if the file is not GGUF, damaged or unsupported, or a part is missing.
+        """
+        self.states: list[tuple[int, ...]] = []  # of each part's file
+        self._maps: list[mmap.mmap] = []
+        header = self._open(path)
+        self.paths = split_paths(path, header.metadata.get("split.count", 1))
+        self.path = self.paths[0]
         self.metadata: dict[str, Any] = header.metadata
         self.tensors: dict[str, GGUFTensor] = {tensor.name: tensor for tensor in header.tensors}
+        if len(self.paths) > 1:
+            self._open_parts()
+
+    def _open(self, path: Path) -> _Header:
+        try:
+            with path.open("rb") as file:
+                self.states.append(file_state(os.fstat(file.fileno())))
+                self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise ModelError(f"{path} cannot be read: {error}.") from error
+        return _Header(path, self._maps[-1])
+
+    def _open_parts(self) -> None:
+        for opened in (self.states, self._maps, self.tensors):
+            opened.clear()  # of the part that was named
+        headers = [self._open(path) for path in self.paths]
+        self.metadata = headers[0].metadata
+        for number, (path, header) in enumerate(zip(self.paths, headers, strict=True)):
+            for key, value in (("split.no", number), ("split.count", len(headers))):
+                if header.metadata.get(key) != value:
+                    found = shown(header.metadata.get(key))
+                    raise ModelError(f"{path.name} has {key} {found}, where its name means {value}. Fetch it anew.")
+            for tensor in header.tensors:
+                if tensor.name in self.tensors:
+                    raise ModelError(f"{path.name}: another part has the tensor {shown(tensor.name)}, too.")
+                self.tensors[tensor.name] = replace(tensor, part=number)
+        if len(self.tensors) != (count := self.require("split.tensors.count", int)):
+            raise ModelError(
+                f"{self.path.name}: its parts have {len(self.tensors)} tensors, not {count}. Fetch them anew."
+            )
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
         """The metadata value of `key`, or `default` if it is absent. Raises `ModelError` if it is not a `kind`."""
@@ -132,13 +165,13 @@ class GGUFFile:
         A view of the mapped file: do not write to it.
         """
         tensor = self.tensors[name]
-        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        data = np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
         return data.reshape(*tensor.shape[:-1], -1)
 
     def release_pages(self) -> None:
         """Unmap the file's pages from memory. Later reads come from the page cache or the disk."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        for mapped in self._maps if hasattr(mmap, "MADV_DONTNEED") else ():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor, dequantized: float32, [shape of the tensor], its own memory."""
@@ -146,6 +179,23 @@ class GGUFFile:
         if tensor.type.name == "F32":
             return self.packed(name).view(np.float32).copy()
         return QuantizedRows(tensor.type.name, tensor.shape, self.packed(name)).dequantize()
+
+
+def split_paths(path: Path, count: Any) -> tuple[Path, ...]:
+    """Return the paths of all parts of a file that says it is one of `count`. Raises `ModelError`."""
+    if count == 1:
+        return (path,)
+    named = SPLIT_NAME.fullmatch(path.name)
+    if named is None or int(named["count"]) != count:
+        raise ModelError(
+            f"{path.name} is one of {shown(count)} parts, and the others cannot be found by this name. Give the parts "
+            f"the names under which they were published, which end in -00001-of-{count!s:0>5}.gguf."
+        )
+    begin, end = named.span("number")
+    paths = tuple(path.with_name(f"{path.name[:begin]}{number:05}{path.name[end:]}") for number in range(1, count + 1))
+    if missing := [each.name for each in paths if not each.is_file()]:
+        raise ModelError(f"{path.parent} lacks {missing[0]}, one of the {count} parts of the model. Fetch it.")
+    return paths
 
 
 class _Header:

@@ -123,8 +123,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             f"{file.path.name} holds a model of architecture {shown(architecture)}; supported in GGUF files are "
             f"{', '.join(GGUF_FAMILIES)}."
         )
-    if file.get("split.count", int, 1) != 1:
-        raise ModelError(f"{file.path.name} is one of several parts. Join them with `llama-gguf-split --merge` first.")
     family = GGUF_FAMILIES[architecture]
     has_experts = any(field.gguf == "expert_count" for field in family.numbers.values())
     if not has_experts and file.get(f"{architecture}.expert_count", int, 0) != 0:

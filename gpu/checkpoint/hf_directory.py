@@ -48,7 +48,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         )
     tensors = None
     if with_weights:
-        tensors = tuple(_weight_files(directory))
+        tensors = tuple(weight_files(directory))
         _tokenizer_path(directory)
 
     tokenizer_config = hf_files.read_json(directory / "tokenizer_config.json", hf_files.MAX_TOKENIZER_CONFIG)
@@ -85,7 +85,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
     )
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
         shards = hf_files.read_json(directory / _INDEX, hf_files.MAX_JSON).get("weight_map")
         names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []

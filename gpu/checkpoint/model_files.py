@@ -97,7 +97,8 @@ def model_digest(files: ModelFiles) -> bytes:
 def _middles(files: ModelFiles, path: Path) -> list[int]:
     """Return the offset of each tensor's middle byte in a file."""
     if isinstance(files.tensors, GGUFFile):
-        return [tensor.offset + tensor.nbytes // 2 for tensor in files.tensors.tensors.values()]
+        part = files.tensors.paths.index(path)
+        return [each.offset + each.nbytes // 2 for each in files.tensors.tensors.values() if each.part == part]
     return [tensor.offset + tensor.num_bytes // 2 for tensor in read_header(path).values()]
 
 
@@ -105,7 +106,7 @@ def weight_paths(files: ModelFiles) -> tuple[Path, ...]:
     """Return the files of the weights, none for random ones."""
     if files.tensors is None:
         return ()
-    return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)
+    return files.tensors if isinstance(files.tensors, tuple) else files.tensors.paths
 
 
 class Progress(Protocol):

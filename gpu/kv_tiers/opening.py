@@ -56,7 +56,7 @@ def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
     replaced or written to in between, so that the loaded weights may differ from the digest's.
     """
     paths = weight_paths(files)
-    opened = [files.tensors.state] if isinstance(files.tensors, GGUFFile) else [file_state(p.stat()) for p in paths]
+    opened = files.tensors.states if isinstance(files.tensors, GGUFFile) else [file_state(p.stat()) for p in paths]
     pool = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
     future = pool.submit(lambda: Checksum(b"weights", _READ_BYTES).of_files(paths) + model_digest(files))
     pool.shutdown(wait=False)

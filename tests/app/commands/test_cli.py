@@ -38,7 +38,8 @@ def test_help_lists_every_setting_with_its_range(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [("chat", "--max-model-len"), ("pull", "--cache-dir"), ("top", "--admin-keys")]
+    ("command", "told"),
+    [("chat", "--max-model-len"), ("pull", "--cache-dir"), ("list", "--cache-dir"), ("top", "--admin-keys")],
 )
 def test_help_of_other_commands_lists_the_settings_that_matter_there(
     command: str, told: str, capsys: pytest.CaptureFixture[str]
@@ -121,10 +122,15 @@ def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
     assert {meant for meant in _OF_VLLM.values() if meant} <= Settings.model_fields.keys()
 
 
-def test_a_model_without_its_flag_is_told_with_it() -> None:
-    done = run("serve", "org/model", "--port", "9000")
-    assert done.returncode == 1
-    assert done.stderr == ("error: 'org/model' has no flag. If it is a model: headrace serve --model org/model\n")
+def test_the_model_needs_no_flag_and_a_second_word_is_refused() -> None:
+    done = run("pull", "--cache-dir", "/nowhere", "org/model/file", "--load-format", "dummy")
+    assert done.stderr.startswith("error: There is no model 'org/model/file'. A model is one of: ")
+    done = run("serve", "org/model", "more", "--port", "9000")
+    assert done.stderr == "error: 'more' has no flag. Only one word needs none, the model: headrace serve MODEL\n"
+    done = run("serve", "org/model", "--model", "org/model")
+    assert done.stderr == "error: --model is given twice. Give it once\n"
+    done = run("serve", "--model", "org/model", "org/model")
+    assert done.stderr == "error: the model is given twice. Give it once\n"
 
 
 SIGNALLED = """

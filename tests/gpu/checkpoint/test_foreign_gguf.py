@@ -131,7 +131,7 @@ GGUF_TRAPS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "a key of 2^63 bytes": (raw_gguf(struct.pack("<Q", 2**63)), ["runs past its end"]),
     "an array of 2^63": (raw_gguf(raw_pair(b"x", 9, struct.pack("<IQ", 0, 2**63))), ["'x' claims", "4,194,304"]),
     "512 MB of bytes": (many_bytes, ["'x' claims 536,870,912 numbers"]),
-    "one of several parts": (with_value("split.count", 2), ["one of several parts"]),
+    "one of several parts": (with_value("split.count", 2), ["one of 2 parts"]),
     "an empty token": (with_tokens(tokens=[""], merges=()), ["id 1", "1 tokens"]),
     "a token twice": (with_tokens(tokens=["a", "b", "c", "a"], merges=()), ["a token twice"]),
     "a merge of unknown tokens": (with_tokens(merges=("x yz",)), ["merges do not fit"]),

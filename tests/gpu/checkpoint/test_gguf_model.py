@@ -150,7 +150,7 @@ def test_every_end_of_turn_token_ends_generation(tmp_path):
     [
         ("llama.rope.scaling.type", "longrope", "'longrope' is not supported; supported are linear, yarn and Llama 3"),
         ("llama.expert_count", 8, "metadata llama.expert_used_count must be an integer from 1 to 64 experts, got None"),
-        ("split.count", 3, "one of several parts"),
+        ("split.count", 3, "one of 3 parts, and the others cannot be found by this name"),
         ("llama.pooling_type", 2, "metadata llama.pooling_type=2 is not supported"),
         ("llama.rope.dimension_count", 32, "rope.dimension_count"),
     ],

@@ -1,11 +1,9 @@
 """What a model may be called, where it is fetched from, and that none of it needs torch."""
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from gpu.checkpoint.embedded import fetch_embedded_model
 from gpu.weights.tensors import drawn_on, weights_of
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.support.embedded_model import embedded_gguf
+from tests.support.fake_hub import FakeHub
 
 ROOT = Path(__file__).parents[3]
 
@@ -190,7 +189,7 @@ def test_an_unknown_load_format_is_refused():
 
 
 def test_a_hub_repository_is_fetched_without_its_pickles_and_then_opens_offline(tmp_path):
-    """The hub's own library, speaking real HTTP to a hub of one small repository."""
+    """Real HTTP to a hub of one small repository."""
     repository = hub_repository(tmp_path / "repository")
     code = """
 from gpu.checkpoint import ModelError, open_model
@@ -202,8 +201,9 @@ for name in {names}:
     except ModelError as error:
         print(error)
 """
-    with hub(repository) as endpoint:
-        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    files = {str(path.relative_to(repository)): path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    with FakeHub({"org/tiny": files}) as hub:
+        environment = hub.environment(tmp_path / "home")
         online = python(code.format(names=("org/tiny", "org/other", "org/tiny@v9")), **environment)
     offline = python(code.format(names=("org/tiny", "org/never-seen")), **environment)
 
@@ -214,8 +214,8 @@ for name in {names}:
     kept, unreachable = offline.stdout.splitlines()
     assert kept == "org/tiny 256 a template set()"
     assert unreachable.startswith("The repository org/never-seen cannot be fetched")
-    files = {path.name for path in (tmp_path / "home").rglob("snapshots/*/*")}
-    assert files == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
+    fetched_files = {path.name for path in (tmp_path / "home").rglob("snapshots/*/*")}
+    assert fetched_files == {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"}
 
 
 def subprocess_start(code, environment):
@@ -259,60 +259,3 @@ def hub_repository(path):
     (path / "onnx").mkdir()
     (path / "onnx" / "config.json").write_text("{}")
     return path
-
-
-class hub:  # noqa: N801  used as a function
-    """Serves one repository, org/tiny, as the Hugging Face hub does."""
-
-    def __init__(self, repository):
-        files = [path for path in repository.rglob("*") if path.is_file()]
-        sha = "0123456789abcdef0123456789abcdef01234567"
-        listing = [
-            {"type": "file", "path": str(p.relative_to(repository)), "size": p.stat().st_size, "oid": f"{i:040x}"}
-            for i, p in enumerate(files)
-        ]
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                path = self.path.split("?")[0]
-                if path in {"/api/models/org/tiny", "/api/models/org/tiny/revision/main"}:
-                    self.answer(json.dumps({"id": "org/tiny", "sha": sha, "siblings": []}).encode())
-                elif path == f"/api/models/org/tiny/tree/{sha}":
-                    self.answer(json.dumps(listing).encode())
-                elif path.startswith(f"/org/tiny/resolve/{sha}/"):
-                    file = repository / path.removeprefix(f"/org/tiny/resolve/{sha}/")
-                    self.answer(file.read_bytes(), etag=str(files.index(file)))
-                else:
-                    error = "RevisionNotFound" if "/org/tiny" in path else "RepoNotFound"
-                    self.answer(b"{}", status=404, error=error)
-
-            def do_HEAD(self):
-                self.do_GET()
-
-            def answer(self, body, *, status=200, etag=None, error=None):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Content-Type", "application/json")
-                if etag is not None:
-                    self.send_header("ETag", f'"{etag}"')
-                    self.send_header("X-Repo-Commit", sha)
-                if error is not None:
-                    self.send_header("X-Error-Code", error)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
-
-    def __enter__(self):
-        self.thread.start()
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()

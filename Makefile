@@ -2,8 +2,8 @@
 #
 #   make serve    environment, install, fetch the embedded model, start the server
 #   make chat     the same, and talk to the model in the terminal
-#   make test     environment, install, lint, and every test that needs nothing but Python and a compiler
-#   make test-integration  the tests with browser, emulator, nginx, npm, Prometheus, Ray, agents and faults
+#   make test     environment, install, lint, and a test of every promise: about 8 minutes on two cores
+#   make test-integration  the rest: browser, emulator, nginx, npm, Prometheus, Ray, agents, faults, many seeds and shapes
 #   make check    about a minute: lint, types, unit tests without servers or downloads
 #   make test-changed  the tests of the modules that differ from the main branch (BASE=main)
 #   make storm    minutes of load and faults
@@ -43,15 +43,18 @@ WORKERS := --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 1
 
 test: compiler lint
 	$(BIN)/headrace pull
-	$(BIN)/pytest $(WORKERS) --ignore tests/integration
+	$(BIN)/pytest $(WORKERS) -m "not slow and not storm" --ignore tests/integration
 
 test-integration: $(VENV)/.dev chromium compiler emulator nginx npm prometheus systemd
 	$(BIN)/headrace pull
-	$(BIN)/pytest $(WORKERS) tests/integration
+	$(BIN)/pytest $(WORKERS) -m "slow and not storm"
+
+# Tests that take moments and start no process.
+UNIT := "not seconds and not slow and not storm"
 
 BASE ?= main
 test-changed: $(VENV)/.dev
-	$(BIN)/pytest --numprocesses 2 -m "not slow and not storm" $$($(BIN)/python -m lint.changed $(BASE))
+	$(BIN)/pytest --numprocesses 2 -m $(UNIT) $$($(BIN)/python -m lint.changed $(BASE))
 
 # As an older processor runs them.
 BUILDS ?= avx2
@@ -61,7 +64,7 @@ test-builds: $(VENV)/.dev
 UNITS := $(addprefix tests/,engine protocol app lint test_tables_of_contents.py) \
   $(addprefix tests/gpu/,test_host.py test_kv_cache.py runner/test_rows.py sampling/test_masks.py checkpoint/test_gguf_file.py)
 check: lint
-	$(BIN)/pytest --numprocesses 2 -m "not slow and not storm" $(UNITS)
+	$(BIN)/pytest --numprocesses 2 -m $(UNIT) $(UNITS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 
 def imported(code: str, names: set[str]) -> set[str]:

@@ -205,7 +205,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @given(text=narrow_text, stops=stop_lists, cuts=st.lists(st.integers(0, 12), max_size=6), include=st.booleans())
 @example(text="abcd", stops=["abcd", "bc"], cuts=[1, 2, 3], include=False)
 @settings(max_examples=300)
@@ -228,7 +228,7 @@ def test_the_earliest_stop_string_ends_the_text_however_it_is_cut(
         assert shown == (text[:end] if include else text[:start])
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @given(text=narrow_text, stops=stop_lists)
 @settings(max_examples=300)
 def test_what_is_held_back_is_exactly_what_may_still_become_a_stop_string(text: str, stops: list[str]) -> None:

@@ -59,6 +59,7 @@ def test_all_at_once_and_again_from_the_prefix_cache(smollm2, smollm2_oracle, pr
         smollm2_oracle.assert_says(prompt, result.choices[0].token_ids, theirs[:8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [8, pytest.param(NUM_TOKENS, marks=pytest.mark.storm)])
 def test_each_alone(smollm2, smollm2_oracle, prompts, expected, num_tokens):
     llm = fresh_llm(smollm2, enable_prefix_caching=False)
@@ -79,6 +80,7 @@ def test_in_small_chunks_with_few_seats_and_few_blocks(smollm2, smollm2_oracle, 
     assert len(introduced) > len(set(introduced)) == len(prompts), "somebody was preempted and came back"
 
 
+@pytest.mark.slow
 def test_a_loop_written_by_hand_says_what_the_engine_says(smollm2, smollm2_oracle, prompts, expected):
     """Plan, run, pick, bookkeep without engine.scheduler.scheduler and its block pool: every request has blocks of its
     own."""

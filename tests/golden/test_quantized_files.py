@@ -77,6 +77,7 @@ def perplexities(model: Path, more: str = "") -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_all_types_side_by_side_keep_the_perplexity(write: Callable[[Callable[[str], str]], Path]) -> None:
     def kind(name: str) -> str:
         """A type for each layer, in turns."""

@@ -29,6 +29,7 @@ from tests.engine.helpers import byte_level_tokenizer, make_request
 from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
 from tests.gpu.oracles import LLAMA3_ROPE, SMALL, YARN
+from tests.selection import slow_except
 
 VOCAB = 271
 BLOCK_SIZE = 4
@@ -49,12 +50,13 @@ CONFIGS = {
     "gpt-oss-window": GptOssConfig(**SHAPE, **EXPERTS, sliding_window=11, swiglu_limit=1.5, rope_parameters=YARN),
 }
 
+QUICK = ("llama", "gemma3", "qwen3-moe", "gpt-oss-window")
 WITHOUT_WINDOWS = [name for name in CONFIGS if "window" not in name and "gemma" not in name]
 
 Pair = tuple[Oracle, EngineCore]
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_except(CONFIGS, *QUICK))
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
     """A model that transformers made and saved, and the engine that the application makes of its directory."""
     torch.manual_seed(2)
@@ -145,7 +147,9 @@ def test_a_request_on_blocks_that_others_computed(pair: Pair):
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("pair", WITHOUT_WINDOWS, indirect=True, scope="module")  # with them these two would fit
+@pytest.mark.parametrize(
+    "pair", slow_except(WITHOUT_WINDOWS, "llama"), indirect=True, scope="module"
+)  # with them these two would fit
 def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair
     assert core.config.facts.kv_windows == (None,)

@@ -38,6 +38,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
         assert report["kernel"] != "_race" or report["instructions"] < 1000, report
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_attention_compiles_for_a_card_with_operands_in_registers_without_spilling_them(tmp_path):
     assert compiled(tmp_path, 89, "float16", "_prefill")
@@ -62,6 +63,7 @@ def launched_kernels() -> set[str]:
     return {name for name in defined if any(f"{name}[" in source for source in sources)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
     rehearsed, later, of_stage, later_of_stage = printed("compile_census")

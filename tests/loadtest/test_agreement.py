@@ -25,6 +25,7 @@ def tiny(model: Path, dtype: str) -> Server:
     return headrace(dtype, model=model, dtype=dtype, **settings)
 
 
+@pytest.mark.slow
 def test_a_server_agrees_with_itself_and_less_with_its_roundings(tiny_model: Path) -> None:
     questions = QUESTIONS.read_text().splitlines()[:4]
     truth, again, rounded = (answers_of(tiny(tiny_model, dtype), questions) for dtype in ("float32", "float32", "auto"))

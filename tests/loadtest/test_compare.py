@@ -36,6 +36,7 @@ def wait_until_stopped(pid: int, stopped: bool) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_servers_take_turns_and_are_gone_afterwards(tiny_model: Path) -> None:
     servers = [tiny(HEADRACE, tiny_model), tiny(LLAMA, tiny_model)]
     comparison = Comparison(servers, num_starts=1)
@@ -54,6 +55,7 @@ def test_two_servers_take_turns_and_are_gone_afterwards(tiny_model: Path) -> Non
             os.kill(server.target.pid, 0)
 
 
+@pytest.mark.slow
 def test_a_paused_server_stands_still_until_its_turn(tiny_model: Path) -> None:
     server = tiny("alone", tiny_model)
     with server as target:

@@ -53,6 +53,7 @@ def test_shares_say_how_much_of_the_reference_is_reached(tmp_path):
     assert "note: something was left out" in report.table()
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_runs_on_a_cpu_with_tiny_shapes(tmp_path):
     path = tmp_path / "figures.json"
     run = subprocess.run(

@@ -16,6 +16,7 @@ def measure(url: str, num_streams: int, work: Work) -> dict:
     return anyio.run(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["thread", "process"])
 def test_every_request_is_answered_and_its_tokens_are_counted(engine: str) -> None:
     with tiny_server(engine=engine) as server:

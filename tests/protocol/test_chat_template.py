@@ -27,7 +27,7 @@ from protocol.chat_template import (
 )
 from protocol.jinja_sandbox import MAX_RENDERED_CHARS, CompiledTemplate
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "hi"}]

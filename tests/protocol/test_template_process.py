@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest
 from protocol.chat_template import CHATML, ChatTemplate, ChatTemplateError, TemplateProcesses
 from protocol.jinja_sandbox import Failure, RenderingFailed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 TIMEOUT = 60.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

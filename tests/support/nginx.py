@@ -1,6 +1,6 @@
 """nginx as people put it before a server: HTTP/1.1 and a pool of idle connections behind it, all else at its defaults.
 
-The package is Debian's; `make test` installs it.
+The package is Debian's; `make test-integration` installs it.
 """
 
 from __future__ import annotations

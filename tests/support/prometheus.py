@@ -1,6 +1,6 @@
 """A Prometheus with the configuration that is shipped, but one look a second, before a server of the tests.
 
-Its programs are Debian's; `make test` fetches them.
+Its programs are Debian's; `make test-integration` fetches them.
 """
 
 from __future__ import annotations

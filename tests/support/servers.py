@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from tests.support.harness import Server
 from tests.support.tiny_model import LONG_CONTEXT, deployed_tiny_server
+
+INTEGRATION = Path(__file__).parents[1] / "integration"
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +71,10 @@ def narrow_tiny_server(request: pytest.FixtureRequest, narrow_tiny_servers: Call
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of files that take something from `tests.support` as slow: they start servers."""
+    """Mark the tests of files that import `tests.support` as `seconds`, and those of `tests/integration` as `slow`."""
     for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker(pytest.mark.slow)
         values = vars(item.module).values() if isinstance(item, pytest.Function) else ()
         if any(str(getattr(value, "__module__", "")).startswith("tests.support.") for value in values):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.seconds)

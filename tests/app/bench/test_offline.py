@@ -15,7 +15,7 @@ from app.config.settings import Settings
 from app.config.sources import load_settings
 from tests.support.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 
 def bench(directory: Path, command: str, *flags: str) -> dict[str, Any]:
@@ -79,6 +79,7 @@ def test_sizes_are_handed_on_exactly() -> None:
     assert Settings(kv_cache_memory=_text(Settings(kv_cache_memory=size).kv_cache_memory)).kv_cache_memory == size
 
 
+@pytest.mark.slow
 def test_starts_cold_and_warm(tmp_path: Path) -> None:
     starts = ("--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1")
     result = bench(tmp_path, "startup", *starts)

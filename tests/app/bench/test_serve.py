@@ -14,10 +14,11 @@ import pytest
 from app.commands.cli import main
 from tests.app.bench.scripted_server import SSE_HEAD, chunk, event, scripted, usage
 from tests.app.simulate.helpers import TABLE
+from tests.selection import slow_except
 from tests.support.harness import Server
 from tests.support.tiny_model import NAME, tiny_server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 # Of the result of vLLM's `bench serve --save-result --save-detailed` for a model that generates.
 VLLM_KEYS = """
@@ -68,7 +69,7 @@ def test_estimates_are_called_so_and_details_are_saved(tmp_path: Path, capsys: p
     assert "The server sent no usage for 2 requests" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+@pytest.mark.parametrize("backend", slow_except(["openai", "openai-chat"], "openai-chat"))
 def test_totals_are_the_servers_own(server: Server, tmp_path: Path, backend: str) -> None:
     before = server.metrics()
     flags = ("--num-prompts", "20", "--max-concurrency", "4", "--input-len", "30", "--output-len", "60")

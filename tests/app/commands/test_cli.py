@@ -16,7 +16,7 @@ from app.commands.cli import main
 from app.config.settings import Settings
 from app.config.sources import _OF_VLLM, env_name, flag_name, unknown_flag, unknown_setting
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 HEADRACE = [sys.executable, "-m", "app.commands.cli"]
 

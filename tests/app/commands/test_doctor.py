@@ -25,7 +25,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*HEADRACE, *arguments], capture_output=True, text=True, env=env, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_machine_that_serves_is_told_what_it_can_do() -> None:
     done = run("doctor", "--port", "0", "--kv-cache-memory", "64MiB", "--max-num-seqs", "4")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,14 +36,14 @@ def test_a_machine_that_serves_is_told_what_it_can_do() -> None:
     assert " for 4; " in told["speed"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_model_that_cannot_be_served_is_wrong() -> None:
     done = run("doctor", "--port", "0", "--model", "no-such-model")
     assert done.returncode == 1
     assert "wrong  model         There is no model 'no-such-model'." in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_template_that_does_not_parse_is_wrong(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     (model / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
@@ -85,7 +85,7 @@ def test_a_library_that_was_not_built_is_noted(monkeypatch: pytest.MonkeyPatch, 
     assert "torch computes" in found[-1].text
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_the_settings_in_force_are_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('port = 9001\nserved_model_name = ["one", "zwei"]\nmax_num_seqs = 7\n')
@@ -111,7 +111,7 @@ def test_the_settings_in_force_are_a_settings_file(tmp_path: Path) -> None:
     assert [line.split()[0] for line in few] == ["served_model_name", "max_num_seqs", "port"]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_reader_that_has_enough_is_no_traceback() -> None:
     command = subprocess.Popen([*HEADRACE, "config"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert command.stdout is not None

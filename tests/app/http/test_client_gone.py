@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.selection import slow_except
 from tests.support.harness import Metrics, Server
 from tests.support.raw_client import RawClient, sse_events
 from tests.support.victims import LONG, PATH, SHORT, endless
@@ -112,7 +113,7 @@ def case_name(value: object) -> str:
     return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize(("phase", "stream", "how", "n"), _ALL, ids=case_name)
+@pytest.mark.parametrize(("phase", "stream", "how", "n"), slow_except(_ALL, *_CROSS_SECTION), ids=case_name)
 @pytest.mark.parametrize("narrow_server", ["uvloop"], indirect=True, scope="session")
 def test_client_gone_is_aborted_and_nobody_else_notices(
     narrow_server: Server, phase: str, stream: bool, how: str, n: int
@@ -121,7 +122,7 @@ def test_client_gone_is_aborted_and_nobody_else_notices(
 
 
 @pytest.mark.parametrize(("phase", "stream", "how", "n"), _CROSS_SECTION, ids=case_name)
-@pytest.mark.parametrize("narrow_server", ["asyncio", "trio"], indirect=True, scope="session")
+@pytest.mark.parametrize("narrow_server", slow_except(["asyncio", "trio"], "trio"), indirect=True, scope="session")
 def test_client_gone_is_aborted_on_every_event_loop(
     narrow_server: Server, phase: str, stream: bool, how: str, n: int
 ) -> None:
@@ -199,7 +200,9 @@ def check_client_gone_behind(
     assert after.finished["error"] == 0
 
 
-@pytest.mark.parametrize("narrow_server", ["uvloop", "asyncio", "trio"], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    "narrow_server", slow_except(["uvloop", "asyncio", "trio"], "uvloop"), indirect=True, scope="session"
+)
 class TestOtherWaysToLeave:
     def test_client_gone_within_its_body_never_reaches_the_engine(self, narrow_server: Server) -> None:
         before = narrow_server.wait_idle()

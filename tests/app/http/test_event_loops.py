@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.selection import slow_except
 from tests.support.harness import Server
 from tests.support.raw_client import sse_events
 
-pytestmark = pytest.mark.parametrize("narrow_server", ["uvloop", "asyncio", "trio"], indirect=True, scope="session")
+# `test_client_gone` talks to the other two.
+pytestmark = pytest.mark.parametrize(
+    "narrow_server", slow_except(["uvloop", "asyncio", "trio"], "asyncio"), indirect=True, scope="session"
+)
 
 
 def test_stream_and_whole_answer_agree(narrow_server: Server) -> None:

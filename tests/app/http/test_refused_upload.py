@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.selection import slow_except
 from tests.support.harness import Server
 
 PARTS = 50  # of a body; more than Hypercorn queues
 
 pytestmark = pytest.mark.parametrize(
-    "narrow_tiny_server", ["uvloop", "asyncio", "trio"], indirect=True, scope="session"
+    "narrow_tiny_server", slow_except(["uvloop", "asyncio", "trio"], "uvloop"), indirect=True, scope="session"
 )
 
 

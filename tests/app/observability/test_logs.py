@@ -139,7 +139,7 @@ def test_configuring_twice_logs_once() -> None:
     assert len(stream.getvalue().splitlines()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_what_a_rank_logs_looks_like_what_the_server_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = str(write_tiny_model(tmp_path / "tiny"))
     settings = Settings(model=model, load_format="dummy", executor="mp", device="cpu", log_format="json")

@@ -61,6 +61,7 @@ def neutral() -> Iterator[Server]:
         yield running.wait_ready()
 
 
+@pytest.mark.slow
 def test_an_operator_may_prefer_openais_defaults(neutral: Server) -> None:
     path = "/v1/chat/completions"
     assert text(neutral, path) == text(neutral, path, **OPENAI) != text(neutral, path, **AUTHORS)

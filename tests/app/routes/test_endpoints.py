@@ -230,6 +230,10 @@ def test_where_nobody_governs_there_is_nothing(server: Server) -> None:
     assert server.post("/configure_logging", {"log_level": "error"}).status_code == 404
 
 
+def test_without_the_setting_there_is_no_tokenizer_info(server: Server) -> None:
+    assert server.client.get("/tokenizer_info").status_code == 404
+
+
 def test_server_info_has_no_paths_and_no_secrets(governed: Server) -> None:
     answer = ask(governed, "GET", "/server_info")
     info = answer.json()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.selection import slow_except
 from tests.support.harness import Server
 from tests.support.raw_client import RawClient, sse_events
 from tests.support.tiny_model import tiny_server
@@ -26,7 +27,7 @@ def locked_server() -> Iterator[Server]:
         assert "Traceback" not in running.log, running.log
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
+@pytest.fixture(scope="module", params=slow_except(["thread", "process"], "thread"))
 def open_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with tiny_server(engine=request.param, max_num_seqs=32) as running:
         yield running.wait_ready()

@@ -74,6 +74,7 @@ def test_what_would_be_too_many_is_refused_with_a_limit_that_works(server: Serve
     assert server.post("/v1/responses", {"input": "a", "top_logprobs": -1}).status_code == 400
 
 
+@pytest.mark.slow
 def test_the_most_that_fits_holds_nobody_up(server: Server) -> None:
     """The server's harness fails a test whose requests have held the event loop."""
     most = {**COMPLETION, **GREEDY, "logprobs": -1, "max_tokens": FITTING}

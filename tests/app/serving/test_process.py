@@ -17,8 +17,9 @@ import pytest
 
 from app.config.settings import Settings
 from app.serving.process import hypercorn_config
+from tests.selection import slow_except
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 # A server whose answer takes a moment, under the runner that `headrace serve` uses. The drain limit is beyond what a
 # test may take, so whoever waits for it instead of for the clients never ends.
@@ -70,7 +71,7 @@ class Server:
         return self.process.wait() == 0 and self.process.stdout.read() == "drained\n"
 
 
-@pytest.fixture(params=["asyncio", "uvloop", "trio"])
+@pytest.fixture(params=slow_except(["asyncio", "uvloop", "trio"], "uvloop", "trio"))
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, request.param], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

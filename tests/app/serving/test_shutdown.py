@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 SIGNAL_AFTER_THE_PARENTS_WORD = """
 import os, signal, sys

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from tests.app.http.test_client_gone import LEAVING
+from tests.selection import slow_except
 from tests.support.harness import Server
 from tests.support.victims import PATH
 
@@ -15,13 +16,14 @@ LONG_PROMPTS = 3  # one after the other, so that the first is still at it when r
 LONG_PROMPT = "Ten words that are all different in their ways here. " * 6_000  # 318,000 characters
 
 _CASES = list(itertools.product([True, False], LEAVING, [1, 4]))
+_QUICK = [(True, "rst", 1), (False, "fin", 4)]
 
 
 def _name(value: object) -> str:
     return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize(("stream", "how", "n"), _CASES, ids=_name)
+@pytest.mark.parametrize(("stream", "how", "n"), slow_except(_CASES, *_QUICK), ids=_name)
 @pytest.mark.parametrize("narrow_tiny_server", ["uvloop"], indirect=True, scope="session")
 def test_client_gone_while_its_prompt_is_tokenized_leaves_nothing_and_is_never_prefilled(
     narrow_tiny_server: Server, stream: bool, how: str, n: int
@@ -29,8 +31,8 @@ def test_client_gone_while_its_prompt_is_tokenized_leaves_nothing_and_is_never_p
     check_gone_while_tokenizing(narrow_tiny_server, stream, how, n)
 
 
-@pytest.mark.parametrize(("stream", "how", "n"), [(True, "rst", 1), (False, "fin", 4)], ids=_name)
-@pytest.mark.parametrize("narrow_tiny_server", ["asyncio", "trio"], indirect=True, scope="session")
+@pytest.mark.parametrize(("stream", "how", "n"), _QUICK, ids=_name)
+@pytest.mark.parametrize("narrow_tiny_server", slow_except(["asyncio", "trio"], "trio"), indirect=True, scope="session")
 def test_client_gone_while_tokenizing_is_noticed_on_every_event_loop(
     narrow_tiny_server: Server, stream: bool, how: str, n: int
 ) -> None:

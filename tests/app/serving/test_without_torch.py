@@ -5,6 +5,7 @@ Asked is a real process what it has mapped, so that nothing escapes that is impo
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ from safetensors.numpy import save_file
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.library import load_library
+from tests.selection import slow_except
 from tests.support.harness import MODEL, Server
 from tests.support.tiny_model import CONFIG, tiny_server, write_tiny_model
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="torch serves where the library does not run")
 
+KINDS, ENGINES = ("gguf", "safetensors"), ("thread", "process")
 MAX_RESIDENT = 250 * 2**20  # bytes, with the embedded model and an empty cache
 
 
@@ -61,8 +64,10 @@ def use_everything(server: Server) -> None:
         assert server.post(path, body).status_code == 200
 
 
-@pytest.mark.parametrize("engine", ["thread", "process"])
-@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    slow_except(list(itertools.product(KINDS, ENGINES)), ("gguf", "thread"), ("safetensors", "process")),
+)
 def test_no_process_of_a_server_loads_torch(kind: str, engine: str, tmp_path: Path) -> None:
     model = MODEL if kind == "gguf" else safetensors_model(tmp_path / "m")
     with Server(model=model, engine=engine, dtype="auto", device="auto", max_model_len=2048) as server:

@@ -21,7 +21,7 @@ from tests.engine.helpers import count_wake_ups, make_core, make_request, simula
 from tests.engine.processes import Serving, Where, client, process_of, replicas, serving
 from tests.engine.serving import Running, collect, running
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.seconds]
 
 
 @pytest.fixture(params=["uvloop", "trio"])

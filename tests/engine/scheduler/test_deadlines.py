@@ -237,7 +237,7 @@ def test_who_ends_before_the_deadline_is_not_ended_again(clock: Clock) -> None:
 # --- memory
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_ten_thousand_requests_that_end_in_time_leave_nothing_behind(clock: Clock) -> None:
     clock.seconds_per_token = 0.0
     core = core_with(clock, max_num_seqs=8)

@@ -99,7 +99,7 @@ class TenantsMachine(RuleBasedStateMachine):
                 assert self.gained[request_id] == expected_tokens(self.core, request)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_whatever_tenants_do_each_request_is_served_and_no_limit_is_exceeded() -> None:
     explore(TenantsMachine, _seen, ["preemptions", "at its limit"], max_examples=20)
 

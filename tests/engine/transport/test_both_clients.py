@@ -21,8 +21,9 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, R
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import Serving, Where, client, engines_of_this_process, serving
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, assert_text_of, collect, expected_tokens
+from tests.selection import slow_except
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.seconds]
 
 
 LOOPS: dict[str, tuple[str, dict[str, bool]]] = {
@@ -31,11 +32,12 @@ LOOPS: dict[str, tuple[str, dict[str, bool]]] = {
     "trio": ("trio", {}),
 }
 PLACES = list(itertools.product(("thread", "process"), LOOPS))
+QUICK = ("thread uvloop", "process uvloop", "process trio")
 
 
-@pytest.fixture(params=PLACES, ids="-".join)
+@pytest.fixture(params=slow_except([f"{where} {loop}" for where, loop in PLACES], *QUICK))
 def place(request: pytest.FixtureRequest) -> tuple[Where, str]:
-    return request.param
+    return tuple(request.param.split())
 
 
 @pytest.fixture

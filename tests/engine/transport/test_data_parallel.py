@@ -24,11 +24,12 @@ from engine.transport.replica import Replica
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import engines_of_this_process, process_client, process_of, replicas, serving
 from tests.engine.serving import TOKENIZER, VOCAB_SIZE, collect, expected_tokens
+from tests.selection import slow_except
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.seconds]
 
 
-@pytest.fixture(params=["uvloop", "trio"])
+@pytest.fixture(params=slow_except(["uvloop", "trio"], "uvloop"))
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
     """What is particular to an event loop is in ProcessClient, whose tests run on all of them."""
     return ("trio", {}) if request.param == "trio" else ("asyncio", {"use_uvloop": True})

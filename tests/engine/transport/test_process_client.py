@@ -27,7 +27,7 @@ from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, collect, expected_tokens
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.seconds]
 
 
 @pytest.mark.parametrize(

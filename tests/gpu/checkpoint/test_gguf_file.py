@@ -181,7 +181,7 @@ def test_no_truncation_goes_unseen(tiny):
             open_model(str(tiny))
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_damaged_headers_end_in_a_model_error(tiny):
     """Whatever bytes of the header are overwritten, the answer is a model that could be described or a `ModelError`."""
     whole = tiny.read_bytes()

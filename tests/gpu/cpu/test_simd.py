@@ -36,6 +36,7 @@ def test_every_function_is_that_of_scalars(tmp_path: Path, name: str):
     check([COMPILER, *("-m" + flag.replace("_", "") for flag in sorted(X86[name]))], tmp_path / "simd_functions")
 
 
+@pytest.mark.slow  # needs an emulator
 @pytest.mark.parametrize("name", ARM)
 def test_every_function_is_that_of_scalars_on_arm(tmp_path: Path, name: str):
     command = ["aarch64-linux-gnu-g++", f"-march={ARM[name]}", "-static"]

@@ -7,6 +7,7 @@ import torch
 
 from gpu.kernels import add_rms_norm, gather_rows, gelu_and_mul, rope_and_cache, silu_and_mul
 from gpu.models.layers import Place, RotaryEmbedding
+from tests.selection import slow_except
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
@@ -71,7 +72,7 @@ def test_nothing_in_gives_nothing_out():
     assert gather_rows(torch.ones(3, 64), torch.empty(0, dtype=torch.int64)).shape == (0, 64)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_except(range(8), 0, 1))
 def test_queries_are_rotated_in_place_and_keys_and_values_stored(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)

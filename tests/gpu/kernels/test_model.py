@@ -13,6 +13,7 @@ from gpu.kernels.dispatch import on_triton
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
 from tests.gpu.paging import Span, make_group_metadata, positions_of
+from tests.selection import slow_except
 
 BLOCK_SIZE = 4
 
@@ -89,7 +90,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", slow_except(CONFIGS, "llama", "gemma2", "sinks"))
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(name, wanted, form):
     model = build(CONFIGS[name], TritonAttention)
     for actual, expected in zip(logits_of(model, kernels_expected=form == "kernel"), wanted[name], strict=True):

@@ -10,6 +10,7 @@ import torch
 from gpu.device.tables import device_columns
 from gpu.kernels import compute_logprobs, sample_tokens
 from gpu.kernels.sample import cutoffs_reference, exponential_noise, launch_cutoffs, sample_tokens_reference
+from tests.selection import slow_except
 
 
 def make_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, torch.Tensor]:
@@ -49,7 +50,7 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_several(vocab_size)
     assert token_ids == [vocab_size // 3 if vocab_size > 1 else 0, *logits[1:].argmax(-1).tolist()]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_except(range(6), 0, 1))
 def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_reference_draws(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)

@@ -296,7 +296,7 @@ def kill_writers(folder: Path, times: int) -> None:
     assert store._make_room(30 * SIZE)  # nobody holds the lock
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_a_writer_that_is_killed_leaves_nothing_wrong(tmp_path: Path) -> None:
     kill_writers(tmp_path, 3)
 
@@ -307,7 +307,7 @@ def test_a_hundred_writers_that_are_killed_leave_nothing_wrong(tmp_path: Path) -
     kill_writers(tmp_path, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_engines_that_share_a_directory_never_read_what_is_wrong(tmp_path: Path) -> None:
     writers = [start_writer(tmp_path, seed, 400) for seed in range(3)]
     assert [writer.wait(100) for writer in writers] == [0, 0, 0]

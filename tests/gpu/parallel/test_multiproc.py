@@ -31,9 +31,10 @@ from tests.gpu.native_builds import needs_library
 from tests.gpu.runner.test_rows import plan_of
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
+from tests.selection import slow_except
 from tests.support.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.seconds
 
 OPTIONS = WorkerOptions(device="cpu", max_model_len=64, max_num_seqs=8, block_size=4, num_threads=1)
 
@@ -169,6 +170,9 @@ def test_what_a_rank_says_is_taken_while_a_long_plan_waits_for_room(ranks: Multi
     steps[1].result()
 
 
+SIGNALS = [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "stopped by")]
+
+
 def test_loading_tells_how_far_it_is_and_what_cannot_work(model: str) -> None:
     reports: list[tuple[str, int, int | None]] = []
     start(model, progress=lambda *report: reports.append(report)).shutdown()
@@ -181,8 +185,14 @@ def test_loading_tells_how_far_it_is_and_what_cannot_work(model: str) -> None:
         start("/nowhere")
 
 
-@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "stopped by")])
-@pytest.mark.parametrize("phase", ["idle", "step", "loading"])
+@pytest.mark.parametrize(
+    ("phase", "number", "words"),
+    slow_except(
+        [(phase, *sent) for phase in ("idle", "step", "loading") for sent in SIGNALS],
+        ("step", *SIGNALS[0]),
+        ("idle", *SIGNALS[1]),
+    ),
+)
 def test_a_rank_that_goes_is_named_at_once(model: str, number: int, words: str, phase: str) -> None:
     before = ranks_left()
     if phase == "loading":
@@ -243,7 +253,7 @@ def ranks_left() -> set[int]:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("auto", 1), ("float32", 2)])
+@pytest.mark.parametrize(("dtype", "size"), slow_except([("auto", 1), ("float32", 2)], ("auto", 1)))
 def test_an_abandoned_step_is_over_and_changes_nothing(tmp_path: Path, dtype: str, size: int) -> None:
     """A prompt so long that it would take a while; where there are several ranks, all stop at the same layer."""
     options = WorkerOptions(dtype=dtype, device="cpu", max_model_len=8192, max_num_batched_tokens=8192, num_threads=1)
@@ -334,6 +344,7 @@ class WideMasks(Masks):
         return TokenMasks(indices=np.arange(9000), bits=np.repeat(masks.bits, 9000, axis=0))
 
 
+@pytest.mark.slow
 def test_a_stage_that_writes_much_and_one_that_waits_for_much_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """The last stage reads no activations before it has masks, which the driver writes as fast as all ranks read."""
     wide = {"hidden_size": 512, "head_dim": 16, "num_hidden_layers": 2}
@@ -349,6 +360,7 @@ def test_a_stage_that_writes_much_and_one_that_waits_for_much_do_not_wait_for_ea
     executor.shutdown()
 
 
+@pytest.mark.slow
 @needs_library
 def test_tokens_of_experts_are_those_of_one_worker(tmp_path: Path) -> None:
     """However many ranks have a token's experts, and whoever has its layers."""
@@ -378,6 +390,7 @@ def for_ever(executor: MultiprocExecutor) -> None:
         executor.submit(plan_of({}, removed=["a"])).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 3])
 def test_any_rank_of_several_that_goes_is_named(victim: int, tmp_path: Path) -> None:
     model = str(write_tiny_model(tmp_path / "cut", vocab_size=4096, **LAYERS))

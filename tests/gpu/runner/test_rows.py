@@ -95,7 +95,7 @@ def check_inputs(
     return sampling
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_plans_equal_a_naive_model(data: st.DataObject):

@@ -21,8 +21,6 @@ from tests.support.harness import TIMEOUT, free_port
 from tests.support.nginx import DeployedNginx
 from tests.support.raw_client import sse_events
 
-pytestmark = pytest.mark.slow
-
 Sharing = Literal["one socket", "SO_REUSEPORT"]
 SHARED: list[tuple[Sharing, str]] = [("one socket", "uvloop"), ("SO_REUSEPORT", "uvloop")]
 OTHERS: list[tuple[Sharing, str]] = [

@@ -15,8 +15,6 @@ from tests.integration.chaos.harness import ChaosServer
 from tests.integration.chaos.test_drain import children, is_running
 from tests.integration.chaos.test_engine_process import engines, wait_gone
 
-pytestmark = pytest.mark.slow
-
 
 def start(**settings: Any) -> ChaosServer:
     return ChaosServer("uvloop", "serve", executor="mp", max_num_seqs=4, num_threads=1, **settings)

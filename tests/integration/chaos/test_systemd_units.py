@@ -15,8 +15,6 @@ from tests.support.harness import REPOSITORY
 UNITS = REPOSITORY / "deploy/systemd"
 MOST_EXPOSED = 20  # tenths, of at most 100
 
-pytestmark = pytest.mark.slow
-
 
 class SandboxedServer(ChaosServer):
     """A server with a small model under the system call filter of headrace.service."""

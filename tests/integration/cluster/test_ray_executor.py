@@ -12,8 +12,6 @@ import pytest
 from gpu.parallel.secure_sockets import SILENCE_SECONDS
 from tests.support.harness import REPOSITORY
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.harness import Server
 from tests.support.raw_client import sse_events
 from tests.support.tiny_model import tiny_server, write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PROMPT = list(range(1000, 1020))
 NUM_TOKENS = 8000  # of a stream that outlives the fleet's size

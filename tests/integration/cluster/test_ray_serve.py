@@ -23,8 +23,6 @@ from tests.support.raw_client import sse_events
 from tests.support.tiny_model import write_tiny_model
 from tests.support.victims import PATH, endless
 
-pytestmark = pytest.mark.slow
-
 NUM_TOKENS = 20_000  # of a stream that outlives a replica's being wanted
 LONG = 56_000  # tokens of a prompt: an abort comes here by way of a proxy that may have to wait for a processor
 NARROW: dict[str, Any] = {

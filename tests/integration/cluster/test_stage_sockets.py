@@ -15,8 +15,6 @@ from gpu.parallel import ray_ranks
 from gpu.parallel.ray_ranks import StageReader, StageWriter
 from gpu.parallel.secure_sockets import CurveServer, Keys
 
-pytestmark = pytest.mark.slow
-
 
 def test_messages_of_any_length_reach_every_rank_and_a_lost_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_ranks, "PART_BYTES", 1000)

@@ -75,7 +75,6 @@ def test_an_installation_without_extras_has_no_torch() -> None:
     assert [each.partition("==")[0] for each in project["optional-dependencies"]["torch"]] == ["torch"]
 
 
-@pytest.mark.slow
 def test_the_health_check_says_what_readyz_says() -> None:
     command = [sys.executable, *health_command(IMAGE)[1:]]
 

@@ -20,7 +20,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.support.harness import Server
 from tests.support.tiny_model import tiny_server
 
-pytestmark = pytest.mark.slow
 PATIENCE = 60_000  # milliseconds
 LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
@@ -28,7 +27,7 @@ LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     executable = shutil.which("chromium")
-    assert executable, "make test installs chromium"
+    assert executable, "make test-integration installs chromium"
     with (
         sync_playwright() as playwright,
         playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"]) as running,

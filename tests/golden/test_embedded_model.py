@@ -38,7 +38,7 @@ def test_no_token_is_so_close_a_call_that_rounding_could_decide_it(smollm2_oracl
 
 
 @pytest.mark.storm
-def test_all_at_once_for_twice_as_many_tokens(smollm2, smollm2_oracle, prompts):
+def test_all_prompts_at_once_say_what_transformers_says_for_twice_as_many_tokens(smollm2, smollm2_oracle, prompts):
     theirs = smollm2_oracle.generate(prompts, 2 * NUM_TOKENS)
     for prompt, ours, expected in zip(
         prompts, generate(fresh_llm(smollm2), prompts, 2 * NUM_TOKENS), theirs, strict=True
@@ -46,7 +46,9 @@ def test_all_at_once_for_twice_as_many_tokens(smollm2, smollm2_oracle, prompts):
         smollm2_oracle.assert_says(prompt, ours, expected)
 
 
-def test_all_at_once_and_again_from_the_prefix_cache(smollm2, smollm2_oracle, prompts, expected):
+def test_all_prompts_at_once_and_again_from_the_cache_say_what_transformers_says(
+    smollm2, smollm2_oracle, prompts, expected
+):
     llm = fresh_llm(smollm2)
     for prompt, ours, theirs in zip(prompts, generate(llm, prompts), expected, strict=True):
         smollm2_oracle.assert_says(prompt, ours, theirs)
@@ -61,14 +63,14 @@ def test_all_at_once_and_again_from_the_prefix_cache(smollm2, smollm2_oracle, pr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [8, pytest.param(NUM_TOKENS, marks=pytest.mark.storm)])
-def test_each_alone(smollm2, smollm2_oracle, prompts, expected, num_tokens):
+def test_each_prompt_alone_says_what_transformers_says(smollm2, smollm2_oracle, prompts, expected, num_tokens):
     llm = fresh_llm(smollm2, enable_prefix_caching=False)
     for prompt, theirs in zip(prompts, expected, strict=True):
         smollm2_oracle.assert_says(prompt, generate(llm, [prompt], num_tokens)[0], theirs[:num_tokens])
     assert max(len(plan) for plan in plans_of(llm.core)) == 1
 
 
-def test_in_small_chunks_with_few_seats_and_few_blocks(smollm2, smollm2_oracle, prompts, expected):
+def test_small_chunks_few_slots_and_few_blocks_change_no_token(smollm2, smollm2_oracle, prompts, expected):
     llm = fresh_llm(smollm2, num_blocks=20, max_model_len=320, max_num_seqs=7, max_num_batched_tokens=13)
     for prompt, ours, theirs in zip(prompts, generate(llm, prompts), expected, strict=True):
         smollm2_oracle.assert_says(prompt, ours, theirs)

@@ -105,14 +105,14 @@ def assert_agrees(oracle: Oracle, story: Story, *requests: EngineCoreRequest) ->
         )
 
 
-def test_a_prefill_and_its_decodes(pair: Pair):
+def test_a_prefill_and_its_decodes_agree_with_transformers(pair: Pair):
     oracle, core = pair
     core = fresh_core(core)
     for request in (ask("long", prompt(0, 45), 30), ask("one token", prompt(1, 1), 30), ask("block", prompt(2, 4))):
         assert_agrees(oracle, drive(core, [request]), request)
 
 
-def test_a_prefill_in_chunks(pair: Pair):
+def test_a_prefill_in_chunks_agrees_with_transformers(pair: Pair):
     oracle, core = pair
     core = fresh_core(core, max_num_batched_tokens=9, enable_prefix_caching=False)
     request = ask("chunked", prompt(3, 40))
@@ -121,7 +121,7 @@ def test_a_prefill_in_chunks(pair: Pair):
     assert_agrees(oracle, story, request)
 
 
-def test_a_request_on_blocks_that_others_computed(pair: Pair):
+def test_a_request_on_blocks_that_others_computed_agrees_with_transformers(pair: Pair):
     oracle, core = pair
     core = fresh_core(core, max_num_batched_tokens=16)
     shared = prompt(4, 24)
@@ -150,7 +150,7 @@ def test_a_request_on_blocks_that_others_computed(pair: Pair):
 @pytest.mark.parametrize(
     "pair", slow_except(WITHOUT_WINDOWS, "llama"), indirect=True, scope="module"
 )  # with them these two would fit
-def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_caching: bool):
+def test_a_request_that_is_preempted_and_resumed_agrees_with_transformers(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair
     assert core.config.facts.kv_windows == (None,)
     # 24 blocks hold 96 tokens; the two want 58 each in the end.
@@ -168,7 +168,7 @@ def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_cachi
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_requests_that_outgrow_together_what_holds_one(pair: Pair, enable_prefix_caching: bool):
+def test_requests_that_outgrow_the_blocks_together_agree_with_transformers(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair
     num_blocks = most_blocks(core.config.facts.kv_windows, BLOCK_SIZE, MAX_MODEL_LEN, 8)
     options = {"max_num_batched_tokens": 8, "enable_prefix_caching": enable_prefix_caching}
@@ -179,7 +179,7 @@ def test_requests_that_outgrow_together_what_holds_one(pair: Pair, enable_prefix
     assert_agrees(oracle, story, *requests)
 
 
-def test_everything_at_once(pair: Pair):
+def test_everything_at_once_agrees_with_transformers(pair: Pair):
     oracle, core = pair
     windows = core.config.facts.kv_windows
     core = fresh_core(core, num_blocks=40 * len(windows), max_num_batched_tokens=20)

@@ -10,11 +10,14 @@ from gpu.checkpoint.families.table import FAMILIES
 from gpu.cpu.library import Library, load_library, usable
 from tests.gpu.foreign_files import Loader
 from tests.gpu.sampling_helpers import fastest_draw
+from tests.selection import slow_except
+
+BUILDS = list(usable())  # the best first
 
 
-@pytest.fixture(scope="module", params=list(usable()), ids=lambda library: library.name)
+@pytest.fixture(scope="module", params=slow_except(BUILDS, *BUILDS[:1]), ids=lambda library: library.name)
 def every_build(request) -> Iterator[Library]:
-    """For whole files of tests: each build of the library that this processor runs, in the place of the best."""
+    """Put each build of the library that this processor runs in the place of the best, for a whole file of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gpu.cpu.library.usable", lambda: iter([request.param]))
         load_library.cache_clear()

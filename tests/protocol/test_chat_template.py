@@ -26,6 +26,7 @@ from protocol.chat_template import (
     segments_text,
 )
 from protocol.jinja_sandbox import MAX_RENDERED_CHARS, CompiledTemplate
+from tests.selection import slow_except
 
 pytestmark = pytest.mark.seconds
 
@@ -48,7 +49,7 @@ class Ways:
         return cls.started[-1]
 
 
-@pytest.fixture(scope="module", autouse=True, params=["here", "apart"])
+@pytest.fixture(scope="module", autouse=True, params=slow_except(["here", "apart"], "here"))
 def way(request):
     Ways.apart = request.param == "apart"
     smollm.cache_clear()

@@ -27,7 +27,7 @@ def bench(directory: Path, command: str, *flags: str) -> dict[str, Any]:
     return result
 
 
-def test_latency_of_a_batch(tmp_path: Path) -> None:
+def test_latency_of_a_batch_has_the_keys_of_vllms_result(tmp_path: Path) -> None:
     sizes = (
         "--input-len",
         "8",
@@ -47,7 +47,7 @@ def test_latency_of_a_batch(tmp_path: Path) -> None:
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
-def test_throughput_of_many_prompts(tmp_path: Path) -> None:
+def test_throughput_of_many_prompts_counts_every_token(tmp_path: Path) -> None:
     result = bench(tmp_path, "throughput", "--num-prompts", "12", "--input-len", "16", "--output-len", "5")
     assert (result["num_requests"], result["total_num_tokens"], result["total_output_tokens"]) == (12, 252, 60)
     assert result["requests_per_second"] == pytest.approx(12 / result["elapsed_time"])
@@ -80,7 +80,7 @@ def test_sizes_are_handed_on_exactly() -> None:
 
 
 @pytest.mark.slow
-def test_starts_cold_and_warm(tmp_path: Path) -> None:
+def test_cold_and_warm_starts_have_their_phases_in_order(tmp_path: Path) -> None:
     starts = ("--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1")
     result = bench(tmp_path, "startup", *starts)
     for kind in ("cold", "warm"):

@@ -47,7 +47,7 @@ def refusal(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 # --- tokens
 
 
-def test_text_to_tokens_and_back(server: Server, tokenizer: Tokenizer) -> None:
+def test_text_becomes_tokens_and_text_again(server: Server, tokenizer: Tokenizer) -> None:
     for text in [*SENTENCES, "<|im_start|>user", "👩‍👩‍👧‍👦 " * 500]:
         ids = tokenizer.encode(text).ids
         for prefix in ("", "/v1"):
@@ -58,7 +58,7 @@ def test_text_to_tokens_and_back(server: Server, tokenizer: Tokenizer) -> None:
     assert strings == ["The", "Ġcat"]
 
 
-def test_a_conversation_to_the_tokens_that_chat_computes(server: Server) -> None:
+def test_a_conversation_becomes_the_tokens_that_chat_computes(server: Server) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     body = server.post("/tokenize", {"messages": messages}).json()
     chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1, "return_token_ids": True})
@@ -80,7 +80,7 @@ def test_tokens_that_do_not_exist_are_refused(server: Server) -> None:
 # --- embeddings
 
 
-def test_embeddings_by_the_sdk(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_the_sdk_reads_embeddings(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     """It asks for base64 by itself. That the numbers are the model's is for tests/golden to say."""
     count = sum(len(tokenizer.encode(text).ids) for text in SENTENCES)
     pooled = {}
@@ -97,7 +97,7 @@ def test_embeddings_by_the_sdk(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None
     np.testing.assert_allclose(by_default, pooled["mean"], atol=1e-5)
 
 
-def test_every_shape_of_input_and_of_vector(server: Server, tokenizer: Tokenizer) -> None:
+def test_every_shape_of_input_gives_the_same_vector(server: Server, tokenizer: Tokenizer) -> None:
     def vectors(**fields: Any) -> list[Any]:
         answer = server.post(EMBEDDINGS, fields)
         assert answer.status_code == 200, answer.text
@@ -188,7 +188,7 @@ def test_embeddings_are_made_as_the_models_files_say(tmp_path: Path) -> None:
 # --- small ones
 
 
-def test_ping_version_and_load(server: Server) -> None:
+def test_ping_version_and_load_answer(server: Server) -> None:
     for method in ("GET", "POST"):
         answer = server.client.request(method, "/ping")
         assert (answer.status_code, answer.content) == (200, b"")

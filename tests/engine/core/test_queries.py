@@ -20,11 +20,12 @@ from engine.transport.client import EngineClient
 from tests.engine.helpers import count_wake_ups, make_core, make_request, simulated, until
 from tests.engine.processes import Serving, Where, client, process_of, replicas, serving
 from tests.engine.serving import Running, collect, running
+from tests.selection import slow_except
 
 pytestmark = [pytest.mark.anyio, pytest.mark.seconds]
 
 
-@pytest.fixture(params=["uvloop", "trio"])
+@pytest.fixture(params=slow_except(["uvloop", "trio"], "uvloop"))
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
     """What is particular to an event loop is in the channel and in ProcessClient, whose tests run on all of them."""
     return ("trio", {}) if request.param == "trio" else ("asyncio", {"use_uvloop": True})

@@ -26,8 +26,15 @@ from engine.transport.wire import NumberChecker, Numberer, decoder, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, collect, expected_tokens
+from tests.engine.transport.test_both_clients import LOOPS
+from tests.selection import slow_except
 
 pytestmark = [pytest.mark.anyio, pytest.mark.seconds]
+
+
+@pytest.fixture(params=slow_except(LOOPS, "uvloop", "trio"))
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    return LOOPS[request.param]
 
 
 @pytest.mark.parametrize(

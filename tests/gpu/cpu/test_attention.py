@@ -10,8 +10,10 @@ import pytest
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import built, load_library, usable
 from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link, needs_library
+from tests.selection import slow_except
 
 pytestmark = needs_library
+RUNNABLE = [library.name for library in usable()]
 
 
 def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | None = None) -> None:
@@ -28,7 +30,7 @@ def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("build", [library.name for library in usable()])
+@pytest.mark.parametrize("build", slow_except(RUNNABLE, *RUNNABLE[:1]))
 def test_a_row_is_right_and_the_same_bits_alone_in_a_batch_and_in_chunks(tmp_path: Path, build: str):
     compare(tmp_path, build, 10, "-O1", library=built()[build])
 

@@ -11,9 +11,11 @@ import pytest
 
 from gpu.cpu.library import usable
 from tests.gpu.native_builds import needs_library
+from tests.selection import slow_except
 
 pytestmark = needs_library
-each_build = pytest.mark.parametrize("build", [library.name for library in usable()])
+RUNNABLE = [library.name for library in usable()]
+each_build = pytest.mark.parametrize("build", slow_except(RUNNABLE, *RUNNABLE[:1]))
 
 IMPORTS = """
 import os, resource, sys, threading, time

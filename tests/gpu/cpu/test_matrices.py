@@ -10,13 +10,14 @@ from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, MatrixStruct, Threads, load_library, usable
 from gpu.cpu.weights import ALIGNMENT, BF16, K4, K5, K6, LANES, U4, U5, U8, PackedMatrix, WeightBuffer, pack
 from tests.gpu.native_builds import needs_library
+from tests.selection import slow_except
 
 pytestmark = needs_library
 
 RUNNABLE = list(usable())
 
 
-@pytest.fixture(params=RUNNABLE, ids=lambda library: library.name)
+@pytest.fixture(params=slow_except(RUNNABLE, *RUNNABLE[:1]), ids=lambda library: library.name)
 def library(request) -> Library:
     return request.param
 

@@ -13,6 +13,7 @@ import pytest
 
 from gpu.host import processor_flags
 from tests.gpu.native_builds import COMPILER, FLAGS, NATIVE
+from tests.selection import slow_except
 
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}
 X86 = {"avx2": {"avx2", "fma", "f16c"}, "avx512": AVX512, "avx512 bf16": AVX512 | {"avx512_bf16"}}
@@ -31,7 +32,7 @@ def test_an_x86_processor_runs_one_of_the_sets_at_least():
     assert RUNNABLE or platform.machine() != "x86_64"
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", slow_except(RUNNABLE, *RUNNABLE[-1:]))
 def test_every_function_is_that_of_scalars(tmp_path: Path, name: str):
     check([COMPILER, *("-m" + flag.replace("_", "") for flag in sorted(X86[name]))], tmp_path / "simd_functions")
 

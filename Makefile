@@ -2,7 +2,7 @@
 #
 #   make serve    environment, install, fetch the embedded model, start the server
 #   make chat     the same, and talk to the model in the terminal
-#   make test     environment, install, lint, and a test of every promise: about 8 minutes on two cores
+#   make test     environment, install, lint, and the quick tests, which need only Python and a compiler
 #   make test-integration  the rest: browser, emulator, nginx, npm, Prometheus, Ray, agents, faults, many seeds and shapes
 #   make check    about a minute: lint, types, unit tests without servers or downloads
 #   make test-changed  the tests of the modules that differ from the main branch (BASE=main)

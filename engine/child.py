@@ -19,14 +19,14 @@ from typing import Any
 from engine.child_main import GROUP_SIGNALS, receive, send, to_text
 
 START_SECONDS = 60.0
-"""The limit for the start of a process, which takes a tenth of a second on an idle machine."""
+"""Seconds within which a process must have started; on an idle machine it takes 0.1 s."""
 
 _MAIN = "import sys; sys.path += sys.argv[2:]; from {} import main; main(float(sys.argv[1]))"
 _ENVIRONMENT = ("TZ", "TZDIR", "LD_LIBRARY_PATH")  # templates may show the date; no other variable reaches the process
 
 
 class ChildPool:
-    """Bounded children of one main module, as many as callers at once, started on demand. Thread-safe."""
+    """Bounded children that all run one module: one for each concurrent caller, started on demand. Thread-safe."""
 
     def __init__(self, main: str, packages: Sequence[str], timeout: float) -> None:
         self._new = partial(ChildProcess, main, packages, timeout)
@@ -63,7 +63,7 @@ class ChildPool:
 
     def close(self) -> None:
         """End all processes, even those in use, and start no more."""
-        self.is_closed = True  # before the lock, which is not fair: threads that start processes could keep it forever
+        self.is_closed = True  # before taking the unfair lock, which threads that start processes might keep
         with self._lock:
             processes = list(self._processes)
         for process in processes:
@@ -73,9 +73,9 @@ class ChildPool:
 
 
 class ChildProcess:
-    """A bounded child, which runs a module's `main(timeout)`. One thread at a time uses it; any thread may kill it.
+    """A bounded child, which runs `main(timeout)` of a module. One thread at a time uses it; any thread may kill it.
 
-    `packages` are files of packages that the module imports.
+    `packages` are the `__file__` of each package that this module imports.
     """
 
     def __init__(self, main: str, packages: Sequence[str], timeout: float) -> None:
@@ -144,8 +144,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a child that calls `engine.child_main.ignore_signals`. `options` are those of `Popen`. Raises `OSError`.
 
-    Until it has called that, the child inherits that the signals of a process group are blocked. The kernel sends
-    `death_signal` when the thread that calls this ends, even to a child that is stopped.
+    Until that call, SIGINT, SIGTERM and SIGHUP are blocked in the child. When the thread that called this ends, the
+    kernel sends `death_signal` to the child, even if the child is stopped.
     """
     if death_signal is not None:
         options["preexec_fn"] = partial(send_at_parents_end, death_signal)  # one system call
@@ -162,7 +162,7 @@ def send_at_parents_end(number: signal.Signals) -> None:
 
 
 def end_in_words(status: int) -> str:
-    """Return how a process ended, by its `Popen.returncode`."""
+    """Describe how the process with this `Popen.returncode` ended."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"has ended with status {status}"
 
 

@@ -1,9 +1,10 @@
 """The child's side of child processes: the limits and messages of a bounded child, and the end with the parent.
 
 1. A bounded child has no secrets, no files and no network, and can neither start a process nor write a file. Its
-   standard input is a socket to its parent (`engine.child`), its standard output the reading end of a lifeline.
+   standard input is a socket to its parent (`engine.child`), its standard output a lifeline: a pipe that the parent
+   keeps open.
 2. Every message is a kind (1 byte), a length (8 bytes) and UTF-8, which may have lone surrogates. The child sends the
-   first message when it is ready; then the parent's deadlines begin.
+   first message when it is ready; only then does the parent send a message and count its deadline.
 3. A bounded child ends when the socket or the lifeline is closed, or by SIGKILL from its parent at a deadline.
 """
 
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 MEMORY_LIMIT = 2**30
-"""Bytes of address space. The longest allowed rendering, of the widest characters, needs half of it."""
+"""Bytes of address space: twice what the longest allowed rendering of a template needs."""
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -33,7 +34,7 @@ _PIECE = 2**18
 
 
 def serve(answer: Callable[[bytearray], tuple[int, bytes]], timeout: float) -> None:
-    """Answer the parent's messages until it closes the socket, each in at most `timeout` seconds of processor time."""
+    """Answer the parent's messages until it closes the socket, each in at most `timeout` seconds of CPU time."""
     ignore_signals()
     _end_with_parent()
     _limit_resources()
@@ -50,7 +51,7 @@ def send(to: socket.socket, kind: int, payload: bytes, deadline: float | None = 
     """Send one message. `deadline` is a time of `time.monotonic`. Raises `OSError`."""
     for piece in (_HEADER.pack(kind, len(payload)), payload):
         _wait_until(deadline, to)
-        to.sendall(piece)  # the socket's timeout holds for the whole piece
+        to.sendall(piece)  # the socket's timeout covers the whole call
 
 
 def receive(source: socket.socket, longest: float = math.inf, deadline: float | None = None) -> tuple[int, bytearray]:
@@ -85,7 +86,7 @@ def to_bytes(text: str) -> bytes:
 
 def to_text(received: bytearray) -> str:
     """Undo `to_bytes`. Raises `UnicodeDecodeError`."""
-    # In pieces, because the interpreter lock is held while one is decoded.
+    # In pieces, because the interpreter lock is released only between two calls of `decode`.
     decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
     view = memoryview(received)
     pieces = [decoder.decode(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE)]
@@ -135,7 +136,7 @@ def _limit_time(timeout: float) -> None:
 
 # ----------------------------------------------------------------------------------------------------- end when stopped
 # A stopped process (SIGSTOP) cannot answer, so a child of its own watches its state and kills it. For processes with a
-# foreign parent; our own parents see it themselves (`gpu.parallel.multiproc`). A busy process is not taken for stopped.
+# foreign parent; our own parents watch for it themselves (`gpu.parallel.multiproc`). A busy process is not stopped.
 
 
 _WATCH = """
@@ -150,6 +151,6 @@ while os.getppid() == watched:
 
 
 def end_when_stopped() -> None:
-    """Have this process killed when it is stopped, so that others see that it has ended."""
+    """Start a child that kills this process when it is stopped, so that other processes see it end."""
     command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid())]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603

@@ -35,7 +35,7 @@ class StopProfile(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Profile(msgspec.Struct, frozen=True, tag_field="object", tag="profile"):
-    """A profile of so many steps: a JSON list of events in Chrome's trace format, empty if it is too large."""
+    """A profile of `num_steps` steps: a JSON list of events in Chrome's trace format, empty if it is too large."""
 
     events: bytes = b"[]"
     num_steps: int = 0
@@ -48,7 +48,7 @@ class Profile(msgspec.Struct, frozen=True, tag_field="object", tag="profile"):
 class _Command(msgspec.Struct, tag=True, array_like=True, gc=False):
     @property
     def ends(self) -> Sequence[str]:
-        """The requests that this command ends: a step for them may be dropped before the command is carried out."""
+        """The requests that this command ends. A step that only serves them may be aborted at once."""
         return ()
 
 
@@ -134,8 +134,8 @@ class LoadingProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class RequestsBegun(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The next step is the first of these requests, or their first since a preemption. If the engine dies from here on,
-    they may be the cause. Sent by an engine's process before the step."""
+    """The requests that start or resume in the next step. If the engine dies from here on, they may be the cause. Sent
+    by an engine's process before the step."""
 
     request_ids: list[str]
 

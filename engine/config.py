@@ -18,14 +18,14 @@ class EngineConfig:
     max_model_len: int  # maximum of prompt and output tokens of one request
     max_num_seqs: int = 64  # maximum of requests that run at the same time
     max_num_batched_tokens: int = 512  # token budget of one step
-    max_sampled_tokens: int = 1  # of one request in one step; more than one where the executor verifies drafts
+    max_sampled_tokens: int = 1  # per request and step; above 1 if the executor verifies draft tokens
     target_inter_token_latency: float = 0.08  # seconds; the prefill in steps that also decode is limited to keep it
     enable_prefix_caching: bool = True
     facts: ModelFacts = field(default_factory=ModelFacts)
     # Steps in flight. At 2 the device finds the next step waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
-    # Parts of the device that work in sequence, each on another plan. A request is in one plan at a time, so the
-    # running requests are divided among as many plans.
+    # Pipeline stages of the device, each of which computes another plan. A request is in one plan at a time, so the
+    # running requests are divided among as many plans as there are stages.
     num_stages: int = 1
     eos_token_ids: tuple[int, ...] = ()
 

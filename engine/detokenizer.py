@@ -224,7 +224,7 @@ class StopAutomaton:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self._borders = [0, 0]  # by the length of a prefix: its longest proper prefix that it also ends with
+        self._borders = [0, 0]  # by prefix length: the length of the longest proper prefix that is also a suffix
 
     def read(self, state: int, text: str) -> tuple[int, int | None]:
         """Continue after a text that ends with the first `state` characters of the stop string.

@@ -13,7 +13,7 @@ from engine.errors import HeadraceError
 from engine.messages import TierStats
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 
-MAX_PROFILE_BYTES = 64 * 2**20  # of a profile's events, as JSON
+MAX_PROFILE_BYTES = 64 * 2**20  # of a profile's events as JSON
 STEPS_BETWEEN_EXPERT_LOADS = 64  # between two reports of `SchedulerStats.expert_load`
 
 
@@ -75,8 +75,8 @@ class CountsExperts(Protocol):
     """An executor of a model that may have experts."""
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """Return the tokens of each expert since the start, for each layer with experts, as one device would count
-        them. They may be as of the last step with a number divisible by `STEPS_BETWEEN_EXPERT_LOADS`. Needs no step."""
+        """Return the tokens of each expert since the start, for each layer with experts, as if one device computed the
+        model. They may be as of the latest step with a number divisible by `STEPS_BETWEEN_EXPERT_LOADS`."""
         ...
 
 
@@ -123,9 +123,9 @@ class FailedStep:
 class BlockTier(Protocol):
     """A store for chunks of KV blocks, documented in `gpu.kv_tiers.tier`. Only `wait` (briefly) and `close` block."""
 
-    key: bytes  # of the hashes, so that they are the same after a restart
+    key: bytes  # key of the block hashes, so that they are the same after a restart
     blocks_per_chunk: int
-    store_seconds: float  # by which storing a chunk delays the steps
+    store_seconds: float  # how long storing a chunk delays the steps
 
     @property
     def is_storing(self) -> bool: ...
@@ -137,7 +137,7 @@ class BlockTier(Protocol):
     def cancel(self, ticket: int) -> None: ...
     def poll(self, seconds: float) -> list[tuple[int, int, str | None]]: ...
     def store(self, name: bytes, block_ids: Sequence[int]) -> bool: ...
-    def touch(self, names: Sequence[bytes]) -> None: ...  # of a prefix that a request uses, from its beginning
+    def touch(self, names: Sequence[bytes]) -> None: ...  # the chunks of a used prefix, in order
     def discard(self, names: Iterable[bytes]) -> None: ...
     def wait(self) -> None: ...
     def take_stats(self) -> list[TierStats] | None: ...

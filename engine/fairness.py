@@ -78,12 +78,12 @@ class FairThreads:
 
     async def run(self, function: Callable[[], T], *, abandon: bool = True) -> T:
         """Return what `function` returns. If the caller is cancelled, a function that has begun runs to its end and
-        keeps its thread until then; one that has not begun never does.
+        keeps its thread until then; a function that has not begun never runs.
 
-        Without `abandon` the caller waits for its end: for a function that changes what others use afterwards.
+        Without `abandon` a cancelled caller waits for the function's end. Use it if the function changes shared state.
         """
         await self._take_turn(current_tenant.get())
-        # The first to take this, the thread or a caller that is cancelled before, gives the turn back.
+        # The thread, or the caller if it is cancelled first, takes this item; whichever takes it gives the turn back.
         first_comes = iter((True,))
         call_soon = threadsafe_call_soon()
 
@@ -126,8 +126,8 @@ class FairThreads:
 class TenantLRU(Generic[T]):
     """A cache of at most `max_entries` and `max_bytes`, by tenant and key. Thread-safe.
 
-    If it is full, the tenant that holds most of what is exceeded loses its least recently used entry. So a tenant with
-    many entries cannot push out those of others.
+    If a limit is exceeded, the tenant with the most entries (or bytes) loses its least recently used entry. So a tenant
+    with many entries cannot evict those of others.
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:

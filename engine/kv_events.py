@@ -1,8 +1,8 @@
-"""Events of prefix caches for the router, and the hashes that identify the beginnings of prompts in them.
+"""Events of prefix caches for the router, and the hashes that identify prompt prefixes in these events.
 
-A prompt is cut into chunks of some KV blocks. The hash of a chunk covers all tokens up to its end, the tenant and the
-salt, as the hash of a block does. But its key is shared by all engines of a server, and it has only 8 bytes, because a
-collision costs no more than a prefill.
+A prompt is cut into chunks of one or several KV blocks. The hash of a chunk covers all tokens up to its end, the tenant
+and the salt, as the hash of a block does. But its key is shared by all engines of a server, and it has only 8 bytes,
+because a collision costs no more than a prefill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 MIN_CHUNK = 128  # tokens: a shorter shared prefix is not worth a longer queue
-_encode = msgspec.msgpack.Encoder().encode  # the fastest way from a list of ints to bytes that identify it
+_encode = msgspec.msgpack.Encoder().encode  # the fastest encoding of a list of ints as bytes
 
 
 def chunk_size(block_size: int) -> int:
@@ -57,5 +57,5 @@ class PrefixHashes:
 
 
 def in_windows(chunk: int) -> int:
-    """Return the second hash of a chunk, which stands for its blocks in KV groups with windows."""
+    """Return the hash that identifies the chunk's blocks in KV groups with windows."""
     return chunk ^ (2**64 - 1)

@@ -23,11 +23,11 @@ from engine.kv_events import KVEvents
 
 
 class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """The counts of a tier of the KV cache since the stats before; `num_bytes` is a level."""
+    """The counts of a tier of the KV cache since the previous stats; `num_bytes` is a level."""
 
     tier: str  # "ram" or "disk"
     hit_tokens: int = 0  # loaded into the prefix cache
-    failed_loads: int = 0  # chunks that were torn, foreign, or gone
+    failed_loads: int = 0  # chunks that were damaged, of another model, or missing
     loaded_bytes: int = 0
     load_seconds: float = 0.0  # of reading, checking and copying
     stored_bytes: int = 0
@@ -48,8 +48,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prefix_cache_hits: int  # in tokens
     tiers: list[TierStats] | None = None  # None without new counts
     step_costs: bytes | None = None  # now and then, an `engine.costs.table.StepCostTable` as JSON
-    # Now and then, for each layer with experts since the previous report: the tokens of all experts, and the tokens of
-    # the most loaded expert relative to the mean.
+    # Set now and then. For each layer with experts, since the previous report: the tokens of all experts, and the
+    # tokens of the most loaded expert divided by the mean.
     expert_load: list[tuple[int, float]] | None = None
     computed_tokens: int = 0  # of the step, including requests that ended or were preempted while it ran
 
@@ -70,7 +70,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_READ_OFTEN = 1024  # ids in a tuple; of a longer tuple only `check` looks at the types, once
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
-MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of a schema that is within the limit above without its annotations
+MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # including annotations; without them, the limit above holds
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 RANGES: dict[str, tuple[float, float]] = {
@@ -78,7 +78,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-3, 1e3),  # a logit over less may overflow
+    "repetition_penalty": (1e-3, 1e3),  # a logit divided by less may overflow
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "top_k": (0, _INT32),
@@ -122,7 +122,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     value: str
     any_whitespace: bool = True  # allow blanks and line breaks between the tokens of JSON
     closed: bool = False  # allow only declared properties in objects, unless the schema says otherwise
-    lenient: bool = False  # leave out keywords of its schemas (of tags: the marked ones) that no grammar enforces
+    lenient: bool = False  # ignore schema keywords that no grammar enforces (of tags: in marked schemas)
     whitespace_pattern: str | None = None  # a regular expression for the whitespace instead
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; "" as first: already opened
     answer_opening: str = ""  # text behind the reasoning, or without one at the beginning, that opens the answer
@@ -186,7 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # return those of these tokens, not the most likely; needs `logprobs`
+    logprob_token_ids: tuple[int, ...] = ()  # return their log-probabilities, not the most likely; needs `logprobs`
     skip_special_tokens: bool = True
     shown_special_tokens: tuple[int, ...] = ()  # special tokens that become text all the same, after `SPECIAL_MARK`
     structured_output: StructuredOutput | None = None
@@ -392,7 +392,7 @@ def _at_most(name: str, values: Collection[object], limit: int) -> None:
 
 
 class Pooling(enum.StrEnum):
-    """The way from the hidden states of a prompt to one vector."""
+    """The reduction of a prompt's hidden states to one vector."""
 
     MEAN = "mean"
     LAST = "last"  # of the last token, which has seen all others
@@ -414,8 +414,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     tenant_max_running: int = 0  # maximum of running slots of the tenant; 0 is no limit
     cache_salt: str = ""  # salts the prefix cache further: hits only among requests with the same salt
     pooling: Pooling | None = None
-    keeps_prefix: bool = False  # its conversation may go on: the prefix cache keeps its blocks for longer
-    is_private: bool = False  # its KV blocks are not copied out of the KV cache
+    keeps_prefix: bool = False  # its conversation may go on, so the prefix cache keeps its blocks longer
+    is_private: bool = False  # its KV blocks are never copied to a tier
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -437,9 +437,9 @@ class EventKind(enum.StrEnum):
     GRAMMAR_READY = "grammar_ready"
     PREEMPTED = "preempted"  # lost its running slot; tokens to compute again
     LOADING = "loading"  # waits for a tier of the KV cache; tokens that may be loaded
-    LOADED_FROM_RAM = "loaded_from_ram"  # into the prefix cache while it waited; tokens loaded
+    LOADED_FROM_RAM = "loaded_from_ram"  # its prefix was loaded while it waited; tokens loaded
     LOADED_FROM_DISK = "loaded_from_disk"
-    FINISHED = "finished"  # ended before other choices of its request; output tokens
+    FINISHED = "finished"  # a choice ended before the others of its request; output tokens
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False):
@@ -480,11 +480,11 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens; the first has none
     embedding: bytes | None = None  # the pooled hidden states, float32 in native byte order
     refusal: Refusal | None = None  # set with FinishReason.ERROR if the client caused the error
-    rank_lost: str | None = None  # set with FinishReason.ERROR: the rank of the engine that has ended, and how
+    rank_lost: str | None = None  # set with FinishReason.ERROR: which rank of the engine ended, and how
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
-    """The outputs of one step: at most one of these is sent per step."""
+    """The outputs of one step. At most one such message is sent per step."""
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats

@@ -106,13 +106,13 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """The output of one step. `sampled_token_ids` is parallel to the plan's `request_ids`: the tokens that each request
-    gained, from none to as many as the plan allows. Afterwards exactly one token of a request that samples is not
-    computed: computed positions of rejected drafts do not count."""
+    gained, from none to as many as the plan allows. Afterwards a request that samples is exactly one token behind:
+    computed positions of rejected drafts do not count."""
 
     sampled_token_ids: list[list[int]]
-    logprobs: dict[int, list[TokenLogprobs]]  # of these tokens, by index into the batch, for requests that asked
+    logprobs: dict[int, list[TokenLogprobs]]  # of the sampled tokens, by index into the batch, for requests that asked
     not_finite: list[int] = []  # indices of requests with NaN or infinity in the logits: their tokens mean nothing
-    # By index, for requests that asked: of the next prompt tokens after those of this step, except the last.
+    # By index, for requests that asked: log-probabilities of the prompt tokens that follow the tokens of this step.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     embeddings: dict[int, bytes] = {}  # by index, when the prompt is complete: float32 [hidden]
 

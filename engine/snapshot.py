@@ -14,13 +14,13 @@ class WaitsFor(enum.StrEnum):
     """The reason why a waiting request does not run."""
 
     SLOT = "no slot"  # all running slots are taken
-    BLOCKS = "no blocks"  # for its prompt, or for that of a request before it
+    BLOCKS = "no blocks"  # too few for its prompt, or for the prompt of a request before it
     LIMIT = "tenant at its limit"  # `max_running`
     SHARE = "tenant at its share"  # of the running slots, all of which are taken
     GRAMMAR = "grammar compiling"
     COMPUTED = "prefix being computed"  # by another request
     LOADED = "prefix being loaded"  # from a tier
-    STEP = "step budget"  # nothing else: it will run in one of the next steps
+    STEP = "step budget"  # only the token budget: it will run in one of the next steps
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class TenantSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     max_running: int  # 0: no limit
-    served: float  # prompt tokens and twice the output tokens by its weight, from where it began to compete
+    served: float  # (prompt tokens + 2 * output tokens) / weight; see `TenantShares`
 
 
 class BlocksSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +56,9 @@ class BlocksSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_owned: int
     num_cached: int  # without an owner, with content that can still be found
     num_free: int
-    by_ref_count: dict[int, int]  # of owned blocks: number of block tables → number of blocks
-    # One character for every `map_stride` blocks, for the first of them: "." free, "-" cached, "a" owned and of the
-    # first KV group, "b" of the second and so on; a capital letter if several requests share the block.
+    by_ref_count: dict[int, int]  # owned blocks: how many are in that many block tables
+    # One character for every `map_stride` blocks, which shows the first of them: "." free, "-" cached, "a" owned in the
+    # first KV group, "b" in the second and so on; a capital letter if several requests share the block.
     map: str
     map_stride: int
 
@@ -76,7 +76,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     step: int
     time: float  # when it began
-    seconds: float  # from the begin to the result
+    seconds: float  # from its begin to its result
     outcome: StepOutcome
     num_requests: int
     num_prefill_tokens: int
@@ -85,7 +85,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request_ids: list[str]
     num_scheduled_tokens: list[int]  # computed of each
     num_sampled_tokens: list[int]  # the maximum to sample of each: 0 while its prefill goes on
-    # The requests that lost their running slots or ended since the step before, with a `FinishReason` or "preempted".
+    # Requests that ended or lost their running slot since the previous step, each with a `FinishReason` or "preempted".
     left: tuple[tuple[str, str], ...]
 
 
@@ -93,11 +93,11 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     """The state of an engine at one moment."""
 
     time: float
-    seconds: float  # that the snapshot took
+    seconds: float  # taken by the snapshot
     max_num_seqs: int
     max_num_batched_tokens: int
     target_inter_token_latency: float
-    num_steps: int  # that have ended
+    num_steps: int  # ended steps
     num_steps_in_flight: int
     num_running: int
     num_waiting: int

@@ -180,7 +180,7 @@ class EngineCore:
             self.scheduler.fail(request.request_id, "this engine cannot enforce what may be generated")
 
     def check_grammars(self, sampling: Iterable[SamplingParams]) -> None:
-        """Raise InvalidRequest for a grammar that cannot be enforced. Blocks while it is compiled."""
+        """Raise InvalidRequest for a grammar that cannot be enforced. Blocks until all grammars are compiled."""
         for structured in {params.structured_output for params in sampling}:
             if structured is None:
                 continue
@@ -223,7 +223,7 @@ class EngineCore:
 
         `is_abandoned` returns True if all of these requests are about to be ended; the step may then be aborted. A
         faulty request does not raise; EngineDead is raised when nothing can be computed any more. After any other
-        exception the accounts may be incomplete, so every later call raises EngineDead.
+        exception the state of requests and blocks may be inconsistent, so every later call raises EngineDead.
         """
         if self._broken_by is not None:
             raise EngineDead("the engine has ended, because one of its steps failed; restart it") from self._broken_by
@@ -263,7 +263,7 @@ class EngineCore:
             self._in_flight.append(StepInFlight(plan, handle, planned_at, submitted_at, budget))
 
     def _before_submit(self, plan: SchedulerOutput) -> None:
-        """Let participants add to the plan. If it has no request, let them wait a moment for what requests need."""
+        """Let participants add to the plan. If it is empty, they wait some milliseconds for grammars and KV loads."""
         for before_submit in self._hooks.before_submit:
             before_submit(plan)
         if not plan.request_ids:
@@ -280,7 +280,7 @@ class EngineCore:
             output = in_flight.handle.result()
             if len(output.sampled_token_ids) != len(plan.request_ids):
                 raise ValueError(
-                    f"the executor answered for {len(output.sampled_token_ids)} of {len(plan.request_ids)} requests"
+                    f"the executor ran {len(output.sampled_token_ids)} of {len(plan.request_ids)} requests"
                 )
             step = self._ended(in_flight, StepOutcome.DONE)
             for before_update in self._hooks.before_update:
@@ -307,7 +307,7 @@ class EngineCore:
         return step, outputs
 
     def _ended(self, in_flight: StepInFlight, outcome: StepOutcome) -> EndedStep:
-        """Return the record of a step that ends now. One that was planned ahead begins when the one before it ends."""
+        """Return the record of a step that ends now. A step that was planned ahead begins when its predecessor ends."""
         began, ended = max(in_flight.planned_at, self._last_end), self.clock()
         return EndedStep(
             plan=in_flight.plan,
@@ -334,7 +334,7 @@ class EngineCore:
         return plans
 
     def _contain(self, plans: Sequence[SchedulerOutput], now: float, error: Exception) -> list[EngineCoreOutput]:
-        """Put back the requests of a failed step, the first, and of the steps planned on top of it, and end the faulty
+        """Requeue the requests of a failed step (`plans[0]`) and of the steps planned on top of it. End the faulty
         request once it is known."""
         reach = self.scheduler.put_back(plans, now)
         logger.error("step %d failed with %d requests in it", plans[0].step, len(reach), exc_info=error)
@@ -361,16 +361,15 @@ class EngineCore:
 
     @property
     def has_news(self) -> bool:
-        """Return True if the stats changed since they were last sent although no step ran: a request that waited
-        alone for its grammar was aborted, blocks were stored, step costs were measured, or the prefix cache
-        changed.
+        """Return True if the stats changed since they were last sent although no step ran: the last request was aborted
+        while it waited for its grammar, blocks were stored, step costs were measured, or the prefix cache changed.
         """
         if len(self.scheduler.waiting) != self._num_waiting_reported:
             return True
         return any(has_news(self.num_steps) for has_news in self._hooks.has_news)
 
     def report(self, outputs: Sequence[EngineCoreOutput] = ()) -> EngineCoreOutputs:
-        """Return the stats, with the outputs of a step or without."""
+        """Return the stats, together with a step's outputs if there are any."""
         stats = self.scheduler.take_stats()
         self._num_waiting_reported = stats.num_waiting
         events = EngineCoreOutputs(outputs=list(outputs), stats=stats, timestamp=self.heartbeat.last_progress)

@@ -1,9 +1,9 @@
 """The search for the requests that make a step fail, so that the others go on.
 
 When a step raises, its requests are put back and become suspects. While there are suspects, only a part of them runs at
-a time: half of those that failed together, then half of that half. A part that gets as far as the failed step would
-have is cleared; a suspect that fails alone is faulty. With k faulty among n requests, this takes about k * 2 * log2(n)
-steps. If an error occurs only in a large batch (memory), or only once, no request is found faulty and none ends.
+a time: half of those that failed together, then half of that half. A part that completes the work of the failed step is
+cleared; a suspect that fails alone is faulty. With k faulty among n requests, this takes about k * 2 * log2(n) steps.
+If an error occurs only in a large batch (memory), or only once, no request is found faulty and none ends.
 
 Owned by the EngineCore.
 """
@@ -47,7 +47,7 @@ class Quarantine:
         return None
 
     def clear(self, living: Mapping[str, Request]) -> None:
-        """Clear suspects that have got far enough, or are gone. Called before each step."""
+        """Clear suspects that have computed enough tokens or have ended. Called before each step."""
         while self._groups:
             group = self._groups[0]
             for request_id in list(group):

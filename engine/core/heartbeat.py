@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.config import Clock
 
 _LAST_PROGRESS, _IS_AWAKE, _KV_SEQUENCE = range(3)
-_SIZE = 3 * 8  # bytes: doubles, which are written and read whole
+_SIZE = 3 * 8  # bytes: three doubles; each is written and read atomically
 _PAGE = bytes(mmap.PAGESIZE)  # an empty file cannot be mapped
 
 
@@ -17,8 +17,8 @@ class Heartbeat:
     """The time of the engine's last progress, whether it is idle, and the number of its latest KV events. All zeros
     mean that the engine does not run yet.
 
-    It lives in a few bytes of memory, so that two processes may map the same. Nothing in between can delay it: a queue
-    that lags would make a busy engine look hung, and a hung one alive.
+    It is a few bytes of memory, which two processes can map. It does not pass through a queue: a slow queue would make
+    a busy engine look hung, and a hung engine look alive.
     """
 
     def __init__(self, memory: bytearray | mmap.mmap | None = None, clock: Clock = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""The hooks by which the engine core calls what acts around each step, and the participants that are the core's own.
+"""Participants, which are objects with hooks that the core calls around each step; and the core's own ones.
 
 1. A capability is an entry in the core's list of participants, not a branch in its loop.
 2. A hook that raises ends the engine, except `before_submit`, `wait` and `before_update`: then the step counts as
@@ -40,13 +40,13 @@ Handler = Callable[[Any], Any]
 
 
 class Hooks:
-    """The methods of all participants: for each hook the bound methods of those that have it, in calling order.
+    """The bound methods of the participants by hook, in calling order.
 
     A participant is any object with some of these methods. They are called on the engine's thread.
     """
 
     def __init__(self, participants: Iterable[object | None], *, closing: Iterable[object | None]) -> None:
-        """`closing` has the participants in the order in which they are closed."""
+        """`closing` lists the participants in the order in which they are closed."""
         participants = tuple(participants)
 
         def having(name: str, those: Iterable[object | None] = participants) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class Hooks:
         self.handles: dict[type, Handler] = {}
         for handles in having("handles"):
             self.handles |= handles
-        # Called with a request that has arrived. Returns what restricts its tokens, or None.
+        # Called with a request that has arrived. Returns the matcher that restricts its tokens, or None.
         self.on_add: tuple[Callable[[EngineCoreRequest], TokenMatcher | None], ...] = having("on_add")
         # Called with the time, and whether requests are running.
         self.before_plan: tuple[Callable[[float, bool], None], ...] = having("before_plan")
@@ -64,12 +64,12 @@ class Hooks:
         self.before_submit: tuple[Callable[[SchedulerOutput], None], ...] = having("before_submit")
         # Called if no request can run although there is work. Waits for 5 ms at most.
         self.wait: tuple[Callable[[], None], ...] = having("wait")
-        # Called with a step that is DONE, while its requests are where it found them.
+        # Called with a step that is DONE, before its requests are updated.
         self.before_update: tuple[Callable[[EndedStep], None], ...] = having("before_update")
         # Called with every step.
         self.after_step: tuple[Callable[[EndedStep], None], ...] = having("after_step")
-        # Does a piece of work of 0.1 s at most while there are no requests. Called with whether those before it have
-        # more of theirs; returns whether there is more.
+        # Does at most 0.1 s of work while there are no requests. The argument is True if an earlier participant has
+        # more work to do; the hook returns True if any participant up to itself has.
         self.when_idle: tuple[Callable[[bool], bool], ...] = having("when_idle")
         # Called with the number of ended steps. Returns True if there is something to report although no step ran.
         self.has_news: tuple[Callable[[int], bool], ...] = having("has_news")
@@ -94,9 +94,9 @@ class Device:
 
 # ----------------------------------------------------------------------------------------------------------- step costs
 
-STEPS_BETWEEN_NEWS = 256  # after which the table is sent to the front end again; sooner in the beginning
-FIRST_LOOKS = 32  # the first steps, all of which are observed
-DECODES_PER_LOOK = 8  # steps of decodes alone, of which one is observed afterwards
+STEPS_BETWEEN_NEWS = 256  # between two reports of the table to the front end; fewer at the start
+FIRST_LOOKS = 32  # how many steps at the start are all observed
+DECODES_PER_LOOK = 8  # afterwards one of so many decode-only steps is observed
 STEPS_BETWEEN_CHANGES = 16  # steps after which a table that has changed much is sent to the front end again
 MUCH = 0.2  # the sum of changes, as natural logarithms of factors
 
@@ -130,20 +130,20 @@ class StepCosts:
         self._sent_at = 0
         self._changes_sent = 0.0
         if self.table.is_known:
-            logger.info("Step costs of an earlier start: %s", self.table.summary)
+            logger.info("Using step costs measured earlier: %s", self.table.summary)
 
     def on_add(self, request: EngineCoreRequest) -> None:
         self._end_measuring()
 
     def when_idle(self, has_more: bool) -> bool:
-        """Measure one made-up step. The end of the measurement is reported, so it counts as more work."""
+        """Measure one made-up step. Returns True even after the last one, so that the core reports the new table."""
         if has_more or self._calibration is None:
             return has_more
         try:
             if not self._calibration.step():
                 self._end_measuring()
-        except Exception:  # the table is learned from real steps, too
-            logger.warning("step costs could not be measured", exc_info=True)
+        except Exception:  # real steps fill the table, too
+            logger.warning("step costs could not be measured; they will be learned from real steps", exc_info=True)
             self._end_measuring()
         return True
 
@@ -155,8 +155,8 @@ class StepCosts:
             self._save()
 
     def before_update(self, step: EndedStep) -> None:
-        """Learn from a step. An observation takes a tenth of what a fast device's step does on the host, and steps of
-        decodes alone come by thousands, so only some of them are observed."""
+        """Learn from a step. Observing costs a tenth of a fast device's host time per step, so only some of the many
+        decode-only steps are observed."""
         if self._tracker is None:
             return
         self._num_observable += 1
@@ -230,7 +230,7 @@ class StepProfiler:
         self._events: list[dict[str, Any]] = []
         self._num_left = 0
         self._num_steps = 0
-        self._ended: float | None = None  # the end of the step before
+        self._ended: float | None = None  # the end of the previous step
         self._failure: Exception | None = None  # of the executor's part
 
     def _start(self, num_steps: int) -> Profile:
@@ -265,7 +265,7 @@ class StepProfiler:
             self._num_left -= 1
 
     def _stop(self) -> Profile:
-        """Return what was recorded since the start, once."""
+        """Return the events recorded since the start, and clear them."""
         self._end_recording()
         events, num_steps, failure = self._events, self._num_steps, self._failure
         self._events, self._num_steps, self._failure = [], 0, None
@@ -299,7 +299,7 @@ def _name(track: int, name: str) -> dict[str, Any]:
 
 
 class ExpertLoad:
-    """Reports how evenly tokens are spread over a model's experts, from one report to the next."""
+    """Reports how evenly the tokens since the previous report were spread over a model's experts."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

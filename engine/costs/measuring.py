@@ -2,9 +2,9 @@
 
 Each call makes one step, so a request that arrives waits for one step at most. All steps together take `MAX_SECONDS`:
 the most informative shapes come first, three times each. Once three measures allow an estimate, a shape that is
-likely to take more than the remaining time is left out. A step during which the thread lost its processor, or that
-took more than three times its estimate, is not believed and is repeated, for which `MAX_SECONDS` more are allowed.
-The result is a `StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
+likely to take more than the remaining time is skipped. If the thread lost its processor during a step, or the step took
+more than three times its estimate, its time is discarded and it is repeated; repeats may take another `MAX_SECONDS`.
+The result is a `StepCostTable`; rows and blocks are freed after every step. Owned by the EngineCore.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from engine.scheduler.block_pool import BlockPool
 MADE_UP = "calibration-"  # prefix of the ids of made-up requests
 MAX_SECONDS = 2.0
 SHORT, LONG = 16, 512  # tokens of context
-_PROBED = 128  # tokens of the chunk that the costs per key and per prompt are measured with
+_PROBED = 128  # tokens of the chunk by which the costs per key and per prompt are measured
 _SAMPLING = SamplingParams(temperature=0.7, seed=0)
 
 
 class Shape(NamedTuple):
-    """A made-up step: `decodes` streams of `context` tokens each, and `prompts` prompts, of each of which `tokens`
-    tokens are computed from position `start` on."""
+    """A made-up step: it decodes `decodes` streams with `context` tokens of context each, and computes `tokens` tokens,
+    from position `start`, of each of `prompts` prompts."""
 
     decodes: int = 0
     context: int = SHORT
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 class Calibration:
-    """The measuring steps that are still to be made. `seconds` is the time that the finished ones took."""
+    """The measuring steps that are still to be made. `seconds` is the time that the finished steps took."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Calibration:
         self._samples: defaultdict[Shape, list[float]] = defaultdict(list)
         self._rows = min(8, config.max_num_seqs)
         self._chunk = min(_PROBED, config.max_num_batched_tokens // 2, self._length // 2)
-        # They differ only in their keys or prompts from `Shape(rows)` and `Shape(prompts=1, tokens=chunk)`.
+        # These differ from `Shape(rows)` and `Shape(prompts=1, tokens=chunk)` only in their number of keys or prompts.
         self._with_keys = Shape(self._rows, context=self._length)
         self._with_more_keys = Shape(prompts=1, tokens=self._chunk, start=self._length - self._chunk)
         self._with_prompts = Shape(prompts=self._rows, tokens=max(self._chunk // self._rows, 1))
@@ -184,18 +184,18 @@ class Calibration:
 # --------------------------------------------------------------------------------------------------------- cost tracker
 # Updates a `StepCostTable` from the steps that the engine makes.
 #
-# One step proves little, because other work on the machine may have delayed it. So the stated cost of a size changes
-# only when its three latest steps were all slower than stated, or all quicker, and then by the smallest difference. A
-# single step that took a hundred times as long changes nothing; the table follows a machine that has become slower
-# within a few steps; and where steps vary, it states a middle value. A size measured fewer than three times, in
-# all or since this tracker was made, follows one quicker step at once: other work can only make a step slower.
+# A single step may have been delayed by other work on the machine. So the stated cost of a size changes only when its
+# three latest steps were all slower than stated, or all quicker, and then by the smallest difference. A single step
+# that took a hundred times as long changes nothing; the table follows a machine that has become slower within a few
+# steps; and where steps vary, it states a middle value. A single quicker step is enough for a size measured fewer than
+# three times, in all or by this tracker: other work can only make a step slower.
 #
 # The cost of a size that was not measured lately follows its neighbours, because it may come from another process or
 # from a time when the machine was busy. If one of two sizes was measured just now, the larger one costs at most its
 # share of the smaller one (`Curve.share_out`); otherwise pacing would never try it again.
 #
-# A step has one time and several parts, which share a difference in proportion to what they contribute. The cost of
-# decodes is learned from steps without prefill; a step with both only lowers it, if it exceeds the step's whole time.
+# A step has one time but several parts: a difference is divided among them in proportion to what they contribute. The
+# cost of decodes is learned from steps without prefill; a mixed step can only lower it, to at most its whole time.
 #
 # Owned by the EngineCore.
 
@@ -216,7 +216,7 @@ class _Measures:
     def __init__(self) -> None:
         self.latest: deque[int] = deque(maxlen=_LATELY)
         self.counts: Counter[int] = Counter()
-        self.ratios: defaultdict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # of the last two: ln
+        self.ratios: defaultdict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # ln of the last two
 
     def count(self, index: int) -> None:
         self.latest.append(index)
@@ -319,7 +319,7 @@ class LostTime:
             self._began = self._cpu_seconds()
 
     def was_held_up(self, seconds: float) -> bool:
-        """Return True if the time of a step that ends now should not be believed. The next step begins."""
+        """Return True if a step that ends now was delayed, so that its time must be ignored. Begins the next step."""
         if self._cpu_seconds is None:
             return False
         began, self._began = self._began, self._cpu_seconds()

@@ -34,7 +34,7 @@ MAX_SECONDS = 1e9  # the highest cost accepted, so that sums and products of cos
 KEYS_PER_TOKEN = 8192  # before the first measure: attention to so many keys costs as much as a token
 _FEW_TOKENS = 16  # smaller sizes show the fixed cost of a step, not the cost of a token
 _TOKENS_PER_STEP = 8  # before the first measure: a step's fixed cost, in tokens
-SETTLED = 3  # measures, of which the least counts: other work on the machine may delay one or two
+SETTLED = 3  # measures; the least of them counts, because other work on the machine may delay one or two
 
 
 class StepLoad(NamedTuple):
@@ -126,11 +126,11 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         return Curve(self.sizes[:], self.seconds[:], [count if count >= SETTLED else 0 for count in self.counts])
 
     def share_out(self, size: int, decode_seconds: float) -> None:
-        """Let no larger size cost more than its share of this one, which was measured just now, and no smaller less.
+        """Limit the other sizes by `size`, measured just now: larger ones to at most its cost in proportion.
 
-        `k` steps of `size` tokens do the work of one step of `k * size` tokens, so that step costs no more than they
-        do, with the `decode_seconds` that each of them takes for its decodes. Without this limit a larger size that
-        was measured while the machine was busy would never be tried again.
+        `k` steps of `size` tokens do the work of one step of `k * size` tokens, so the large step costs no more than
+        the small ones together, each with `decode_seconds` for its decodes. Without this limit a larger size that was
+        measured while the machine was busy would never be tried again.
         """
         step, here = self._at(size) + decode_seconds, bisect_left(self.sizes, size)
         for index, other in enumerate(self.sizes):
@@ -211,7 +211,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def seconds_per_prefill_token(self) -> float:
         """The least seconds per token of a long prompt, without the fixed cost of a step; 0 if not measured.
 
-        It is a lower bound because requests are refused by it: only deadlines that cannot be met count.
+        It is a lower bound, so that a request is refused only if its deadline certainly cannot be met.
         """
         slope = min(self.prefill.slope, self.mixed.slope)
         return 0.0 if slope == math.inf else slope
@@ -237,8 +237,8 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return max(seconds + added, alone) + more
 
     def times_of(self, other: StepCostTable) -> float:
-        """Return this table's seconds divided by another's, for the size that differs most among the sizes that both
-        have measured; 1 if there is none."""
+        """Return this table's seconds divided by another's, at the size where they differ most among the sizes that
+        both have measured; 1 if there is none."""
         times = 1.0
         for name in ("decode", "prefill"):
             own, others = getattr(self, name), getattr(other, name)
@@ -289,7 +289,7 @@ MIN_PREFILL_TOKENS = 8  # so that a prefill makes progress under any target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
 _LONG = 4  # a step with prefill is long if it takes this many times as long as its decodes alone
 _LONG_IN_A_ROW = 2  # then a step of decodes alone follows
-_EXPLORED = 16  # one step in so many gets an eighth more tokens, so that larger chunks are measured, too
+_EXPLORED = 16  # one of so many steps gets an eighth more tokens, so that larger chunks are measured, too
 
 
 class StepBudget:
@@ -346,14 +346,14 @@ class StepBudget:
 
 
 _ANSWERS = 32  # each answer has a weight of 1/32 in the mean
-_CHUNK = 128  # prefill tokens of the mixed step that prices a prompt token
+_CHUNK = 128  # prefill tokens of the mixed step from which the price of a prompt token is taken
 
 
 class Prices(NamedTuple):
     """The seconds that one engine spends on its requests."""
 
-    prompt_token: float  # computed in a step with these decodes
-    step: float  # with these decodes alone
+    prompt_token: float  # in a step that also decodes
+    step: float  # a step that only decodes
 
 
 class TypicalRequest:

@@ -38,8 +38,8 @@ from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient
 
 CHECKING_THREADS = 2  # for requests with long checks
-INLINE_MICROSECONDS = 2000  # of checks; a hop to another thread and back may take as long under load
-TOKENS_AT_ONCE = 65536  # of prompts that are put on the channel before other tasks run
+INLINE_MICROSECONDS = 2000  # checks estimated longer run on a thread; under load, a hop to it takes as long
+TOKENS_AT_ONCE = 65536  # prompt tokens put on the channel before other tasks run
 
 
 class AsyncLLM:
@@ -102,9 +102,9 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestStream]:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
-        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all unfinished choices. First a
-        new grammar is compiled, and a long request is checked on a thread; a caller that leaves before has sent
-        nothing. For `begins_message` see `OutputProcessor.open`.
+        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all unfinished choices. Nothing is
+        sent until grammars are compiled and long requests are checked on a thread; a caller may leave before. For
+        `begins_message` see `OutputProcessor.open`.
 
         Raises InvalidRequest before anything is sent, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if the engine ends.
@@ -142,10 +142,10 @@ class AsyncLLM:
     async def _with_grammars(
         self, requests: tuple[messages.EngineCoreRequest, ...]
     ) -> tuple[tuple[messages.EngineCoreRequest, ...], tuple[str, ...]]:
-        """Return the requests with grammars that can be enforced, and the keywords that the first one's leaves out."""
+        """Return the requests with enforceable grammars, and the schema keywords that the first one ignores."""
         sampling = requests[0].sampling
         unenforced: tuple[str, ...] = ()
-        changed: dict[int, messages.SamplingParams] = {}  # by the id of the original, which requests mostly share
+        changed: dict[int, messages.SamplingParams] = {}  # by `id` of the original object, which requests mostly share
         grammars: dict[messages.StructuredOutput, CompiledGrammar | None] = {}
         for request in requests:
             structured = request.sampling.structured_output

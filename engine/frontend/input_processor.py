@@ -55,7 +55,7 @@ class InputProcessor:
         return [self._choices(request, checked[id(request.sampling)]) for request in requests]
 
     def _checked(self, sampling: SamplingParams) -> SamplingParams:
-        """Check the parameters, and add the token ids of their texts."""
+        """Check the parameters, and add the token ids of `bad_words` and of the closing reasoning tag."""
         sampling.check(self.vocab_size)
         token_ids: dict[str, tuple[Any, ...]] = {}
         if sampling.thinking_token_budget is not None and sampling.reasoning_tags is not None:

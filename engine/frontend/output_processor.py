@@ -42,7 +42,7 @@ class OutputProcessor:
         self._vocabulary = vocabulary
         self._observer = observer or Observer()
         self._choices: dict[str, _Choice] = {}
-        self._touched: dict[RequestStream, None] = {}  # streams with something that was not handed over; a set in order
+        self._touched: dict[RequestStream, None] = {}  # streams with outputs that were not handed over yet, in order
 
     @property
     def num_choices(self) -> int:
@@ -61,7 +61,7 @@ class OutputProcessor:
         *,
         begins_message: bool = False,
     ) -> RequestStream:
-        """Open a stream for the `children` of a request, which has one EngineCoreRequest for each of its prompts.
+        """Open the stream of one call: `requests` has one entry per prompt, `children` one per choice.
 
         With `begins_message` an answer begins a new text. Otherwise it continues the prompt's text: if a tokenizer
         strips the blank at the beginning of a text, the answer keeps it.
@@ -95,7 +95,7 @@ class OutputProcessor:
             self._observer.on_prompt(stream.num_prompt_tokens)
         self._observer.on_request_finished(self._finished(stream, reason))
         stream.finish_reason = reason
-        stream.listen(None)  # a listener mostly refers to the stream, too
+        stream.listen(None)  # breaks the cycle: most listeners refer to the stream
         return unfinished
 
     def _finished(self, stream: RequestStream, reason: FinishReason) -> FinishedRequest:
@@ -130,7 +130,7 @@ class OutputProcessor:
         Outputs of closed streams are dropped. `hand_over` wakes the readers; steps that come before it are merged.
         """
         stopped: list[str] = []
-        # Choices that got their previous token in the same step have the same gap, so there are few different gaps.
+        # Choices that got their previous token in the same step have the same gap, so gaps are counted, not listed.
         # The gap is divided evenly among the tokens of one step.
         gaps: Counter[float] = Counter()
         num_generated = 0

@@ -22,9 +22,9 @@ from engine.messages import (
 )
 
 Listener = Callable[[Collection[RequestOutput]], bool]
-"""Takes the deltas of a stream's choices, at most one for each. Returns False if it has not taken them."""
+"""Takes the deltas of a stream's choices, at most one per choice. Returns False to leave them to the reader."""
 
-A_VOCABULARY = 2**20  # tokens: at least as many as any model has
+A_VOCABULARY = 2**20  # tokens: no model has more
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
@@ -57,7 +57,7 @@ class RequestStream:
         self.finished_time: float | None = None  # when the last choice ended in the engine
         self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
         self.was_refused = False  # the client caused the error of a choice
-        self.leave_reason = FinishReason.ABORT  # of a caller that leaves before the end
+        self.leave_reason = FinishReason.ABORT  # reported if the caller leaves before the end
         self.error: Exception | None = None  # the error that ended the engine
         self.on_begin: Callable[[], None] | None = None  # called at the first output of each choice
         self.on_end: Callable[[int], None] | None = None  # called at the end of each choice, with its number of tokens
@@ -124,7 +124,7 @@ class RequestStream:
         )
 
     def hand_over(self, *, listened: bool = True) -> None:
-        """Give all pushed outputs to the listener, if `listened`, or else wake the reader.
+        """Give all pushed outputs to the listener. If there is none, or `listened` is False, wake the reader.
 
         The reader is woken for text or an end, and not for a token without text yet, such as the first half of a
         character.

@@ -7,7 +7,7 @@ aborted between two steps, like those of a server's client that has disconnected
 A caller changes no shared state. It puts its call on a queue, starts a thread that steps until no work is left, and
 waits for the call's news. A thread that is started while another one steps waits for it, and usually finds no work
 then. So no call is forgotten, whenever the earlier thread ends. At most one thread waits: it takes in the calls of all
-threads that find it waiting, so busy callers pile up no threads.
+threads that find it waiting, so threads do not pile up.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SharedEngine:
     # --- on the thread that steps
 
     def _serve(self) -> None:
-        """Step until no work is left. Return at once if a thread that waits will do so."""
+        """Step until no work is left. Return at once if another thread already waits to do so."""
         if not self._waiting.acquire(blocking=False):
             return
         with self._stepping:
@@ -129,7 +129,7 @@ class SharedEngine:
             try:
                 while self._take_in():
                     self._deliver(self._core.step(self._are_left))
-                    if self._open:  # otherwise they get their last news when the core is idle
+                    if self._open:  # if no call is open, they get their last news after the loop
                         self._tell_ended()
             except BaseException as error:
                 self._error = error

@@ -1,4 +1,4 @@
-"""The choice of an engine for a request. A library of its own: it imports no engine and no transport.
+"""The choice of an engine for a request. A separate library: it imports neither the engine core nor the transport.
 
 In reading order:
 

@@ -1,8 +1,8 @@
 """An index of the prefixes in the prefix caches of several engines.
 
-1. Engines publish the contents of their caches (`engine.kv_events.KVEvents`). A lost message is noticed by the next
-   sequence number, or by the engine's heartbeat. Then the index forgets the engine until it has published everything.
-2. An engine that does not publish is assumed to hold the prompts that it got lately. A wrong entry costs a prefill.
+1. Engines publish the contents of their caches (`engine.kv_events.KVEvents`). The next sequence number, or the engine's
+   heartbeat, reveals a lost message. Then the index forgets the engine until the engine has published everything again.
+2. An engine that does not publish is assumed to hold the prompts it got lately. A wrong assumption costs a prefill.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _BYTES_PER_INT = 32
 
 
 class PrefixIndex:
-    """A set of engines, as bits, for each chunk of a prompt. Owned by a Router."""
+    """The engines that hold each chunk of a prompt, as bits. Owned by a Router."""
 
     def __init__(self, max_chunks: int = MAX_CHUNKS, max_guesses: int = MAX_GUESSES) -> None:
-        self.window_chunks = 0  # that the next token sees in KV groups with windows; 0 without such groups
+        self.window_chunks = 0  # chunks that the next token sees in KV groups with windows; 0 without such groups
         self.num_gaps = 0  # times that a message was lost
         self.num_dropped = 0  # chunks without room in the index
         self._max_chunks, self._max_guesses = max_chunks, max_guesses
         self._known: dict[int, int] = {}
         self._chunks: dict[int, set[int]] = {}  # of each engine that publishes
-        self._positions: dict[int, tuple[int, int]] = {}  # of the same: epoch and sequence number of the latest message
+        self._positions: dict[int, tuple[int, int]] = {}  # by engine: epoch and sequence number of the latest message
         self._lost: set[int] = set()  # engines with a lost message
         self._guesses: OrderedDict[int, int] = OrderedDict()
 
@@ -58,7 +58,7 @@ class PrefixIndex:
         elif engine in self._lost:
             return False
         elif is_late:
-            return True  # contained in a whole state that came before it
+            return True  # a complete state that arrived earlier includes it
         elif events.epoch != epoch or events.sequence != latest + 1 or (len(events.stored) | len(events.removed)) % 8:
             self._lose(engine)
             return False
@@ -88,7 +88,7 @@ class PrefixIndex:
         self.num_gaps += 1
 
     def forget(self, engine: int) -> None:
-        """Remove all that is known of an engine."""
+        """Remove all knowledge of an engine's cache."""
         self._positions.pop(engine, None)
         self._lost.discard(engine)
         chunks = self._chunks.pop(engine, set())
@@ -123,15 +123,14 @@ class PrefixIndex:
                 guesses.pop(chunk, None)
 
     def find(self, chunks: Iterator[int], among: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Walk along the chunks of a prompt as long as one of the engines in `among` (bits) holds its beginning.
+        """Find which of the engines in `among` (bits) hold how many chunks of a prompt, from its beginning.
 
-        Return the chunks walked, of which no engine holds the last if the prompt goes on, and pairs of engines (bits)
-        and the number of chunks that they hold, in descending order. An engine is in one pair, or in none if it holds
-        no chunk.
+        Return the chunks read, up to the first that no engine holds; and pairs of engines (bits) and the number of
+        chunks that they hold, most first. Each engine that holds a chunk is in exactly one pair.
         """
         known, guesses = self._known.get, self._guesses.get
         walked: list[int] = []
-        seen: list[int] = []  # the engines that hold the windows of each chunk
+        seen: list[int] = []  # the engines that hold each chunk in groups with windows
         holders = [among]
         for chunk in chunks:
             walked.append(chunk)

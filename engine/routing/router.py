@@ -1,9 +1,8 @@
 """The choice of an engine for a request by expected work, and the number of engines.
 
-A request is given to the engine that is expected to finish it first, after its other work and the part of the prompt
-that is not in its cache. So an engine with the prefix of a prompt gets it, until the wait there is longer than the
-prefill that it saves. Then another engine computes the prefix too, so a popular prefix soon is in as many caches as
-necessary.
+A request goes to the engine that is expected to finish it first, after its other work and the uncached part of the
+prompt. So an engine with the prefix of a prompt gets it, until the wait there is longer than the prefill that it saves.
+Then another engine computes the prefix too, so a popular prefix soon is in as many caches as necessary.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Work(msgspec.Struct, gc=False):
     """The expected remaining work of a choice, in tokens."""
 
     engine: int
-    prompt_tokens: int  # without those expected in the cache
+    prompt_tokens: int  # not expected in the cache
     answer_tokens: int
     num_prompt_tokens: int
     guessed: list[int]  # chunks of the prompt that are assumed to be in the cache until it is computed
@@ -49,8 +48,8 @@ class Work(msgspec.Struct, gc=False):
 class Router:
     """The loads and the cached prefixes of engines 0 .. `size` - 1.
 
-    A load is the work that was sent to an engine and has not come back. Reports of the engine would be older and would
-    miss the work on its way. Work is in seconds, by the engine's step costs in full batches.
+    A load is the work that was sent to an engine and is not finished. The engine's own reports would be older, and
+    would lack work that is under way. Work is in seconds, by the engine's step costs in full batches.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Router:
         """Make a router for engines of `max_num_seqs` running slots.
 
         `key` is the key of the hashes that the engines publish. `first` is the engine that wins the first tie; several
-        routers for the same engines should have different ones. Route `load` ignores prefixes, `round-robin` and
+        routers of the same engines should use different values. Route `load` ignores prefixes, `round-robin` and
         `random` ignore loads too."""
         self.key = secrets.token_bytes(32) if key is None else key
         self.index = PrefixIndex() if index is None else index
         self.chunk_size = MIN_CHUNK
-        self.num_by_prefix = self.num_by_load = 0  # prompts sent to the engine with most of the prefix, or elsewhere
+        self.num_by_prefix = self.num_by_load = 0  # prompts sent to the engine with most of the prefix, and to others
         self._route = route
         self._random = np.random.default_rng(first)
         self._max_num_seqs = max_num_seqs
@@ -82,7 +81,7 @@ class Router:
         self._num_choices, self._prompt_tokens, self._answer_tokens = np.zeros((3, size), np.int64)
         self._turns = (np.arange(size) - first) % max(size, 1) - size  # when each was chosen last
         self._turn = 0
-        self._alive: Sequence[int] = ()  # and the same as an array and as bits
+        self._alive: Sequence[int] = ()  # below: the same as an array and as bits
         self._alive_array, self._alive_bits = np.zeros(0, np.int64), 0
         self._set_prices()
 
@@ -93,21 +92,21 @@ class Router:
         return loads
 
     def queued_and_running(self) -> tuple[float, float]:
-        """Return the arguments of `wanted_engines`: the seconds of waiting work, and the sum of the taken shares of
-        running slots. The seconds are 0 until an engine has reported its step costs."""
+        """Return the arguments of `wanted_engines`: the seconds of waiting work, and the share of running slots in use,
+        both summed over engines. The seconds are 0 until an engine has reported its step costs."""
         waiting = np.maximum(self._num_choices - self._max_num_seqs, 0)
         queued = self._prompt_tokens * self._prompt_price + waiting * self._answer_price * self._typical_answer
         running = np.minimum(self._num_choices / self._max_num_seqs, 1.0)
         return float(queued.sum()) if self._is_priced else 0.0, float(running.sum())
 
     def seconds_lost_with(self, engine: int) -> float:
-        """Return the seconds of work that the engine has, and of prefills to replace what only its cache holds."""
+        """Return the seconds lost by ending this engine: its open work, and prefills of chunks that only it holds."""
         only_there = self.index.num_chunks_only_in(engine) * self.chunk_size * self._prompt_price[engine]
         return float(self._loads()[engine] + only_there)
 
     @property
     def uncached_tokens(self) -> list[int]:
-        """The expected number of prompt tokens that each engine has still to compute."""
+        """The expected number of prompt tokens that each engine still has to compute."""
         tokens: list[int] = self._prompt_tokens.tolist()
         return tokens
 
@@ -190,7 +189,7 @@ class Router:
             return int(self._random.choice(engines))
         if self._route == "round-robin":
             return int(engines[self._turns[engines].argmin()])
-        queued = np.maximum(self._num_choices + count - self._max_num_seqs, 0)  # choices that wait for a slot
+        queued = np.maximum(self._num_choices + count - self._max_num_seqs, 0)  # choices waiting for a slot
         seconds = self._loads() + queued * self._answer_price * self._typical_answer
         seconds += PREFILL_WEIGHT * length * self._prompt_price
         # Measured prices may be wrong. So no request waits for an engine while another has free slots, except for its
@@ -232,7 +231,7 @@ class Router:
                 self._set_prices()
 
     def forget(self, engine: int) -> None:
-        """Remove all that is known of an engine that has ended."""
+        """Remove an ended engine's work, costs and cached prefixes."""
         for request_id in [each for each, work in self._work.items() if work.engine == engine]:
             self.ended(request_id, by_itself=False)
         self.index.forget(engine)
@@ -240,7 +239,7 @@ class Router:
         self._set_prices()
 
     def _leave(self, work: Work, answer_tokens: int) -> None:
-        """Count the prompt as computed, and reduce the remaining answer to so many tokens."""
+        """Count the prompt as computed, and set the remaining answer to `answer_tokens`."""
         if work.prompt_tokens:
             self._prompt_tokens[work.engine] -= work.prompt_tokens
         if work.guessed:
@@ -289,8 +288,8 @@ def _engines(bits: int) -> NDArray[np.int64]:
 
 
 MAX_QUEUED_SECONDS = 2.0
-RUNNING_SHARE = 0.8  # of all running slots; if more are taken, another engine is wanted before requests wait
-UPSCALE_SECONDS, DOWNSCALE_SECONDS = 5.0, 300.0  # for which more or fewer engines have to be wanted
+RUNNING_SHARE = 0.8  # share of all running slots; if more are in use, another engine is wanted before requests wait
+UPSCALE_SECONDS, DOWNSCALE_SECONDS = 5.0, 300.0  # how long more, or fewer, engines must be wanted
 
 
 def wanted_engines(queued_seconds: float, running: float, max_queued_seconds: float = MAX_QUEUED_SECONDS) -> int:

@@ -1,7 +1,7 @@
 """The shares and limits of tenants over several engines.
 
-1. Each scheduler (`engine.scheduler.waiting_queue`) charges tenants for what the other engines have served, too, so
-   that tenants have fair shares of all engines together.
+1. Each scheduler (`engine.scheduler.waiting_queue`) also charges tenants for service on other engines, so that tenants
+   have fair shares of all engines together.
 2. Requests beyond a tenant's limit are held here, until other requests of the tenant have ended.
 """
 
@@ -23,7 +23,7 @@ class Prompt(Protocol):
 
 
 class FleetShares:
-    """The service of engines 0 .. `size` - 1 that the others do not know yet, in prompt tokens / tenant weight."""
+    """The service by engines 0 .. `size` - 1 that the others do not know of yet, in prompt tokens / tenant weight."""
 
     def __init__(self, size: int) -> None:
         self._served: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(size)]
@@ -33,7 +33,7 @@ class FleetShares:
         self._served[engine][request.tenant] += cost / request.tenant_weight
 
     def take(self) -> list[dict[str, float]]:
-        """Return for each engine what the others have served since the last call; nothing if there is one tenant."""
+        """Return for each engine the service by the others since the last call; nothing if there is only one tenant."""
         total: Counter[str] = Counter()
         for served in self._served:
             total.update(served)
@@ -54,7 +54,7 @@ class TenantLimits:
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()
         self._held: defaultdict[str, list[tuple[int, int, int, Prompt]]] = defaultdict(list)
-        self._num_dropped: Counter[str] = Counter()  # held prompts without a choice
+        self._num_dropped: Counter[str] = Counter()  # held prompts that have lost all choices
         self._prompts: dict[str, Prompt] = {}  # by the ids of held choices
         self._numbers = count()
 
@@ -77,8 +77,8 @@ class TenantLimits:
     def next(self, tenant: str) -> Prompt | None:
         """Return a held prompt that may run now; its choices count as running from now on. None if none may.
 
-        A prompt with more choices than the limit may run if no other choice of the tenant runs: the engine keeps the
-        limit then."""
+        A prompt with more choices than the limit may run if no other choice of the tenant runs; then the engine
+        enforces the limit."""
         held = self._held.get(tenant, [])
         while held:
             choices = held[0][-1].choices
@@ -107,7 +107,7 @@ class TenantLimits:
         return prompt is not None
 
     def _drop_prompts(self, tenant: str) -> None:
-        """Count a dropped prompt. Free dropped prompts before their turns, which may be far away."""
+        """Count a dropped prompt. If most held prompts are dropped ones, free them now instead of at their turns."""
         self._num_dropped[tenant] += 1
         if self._num_dropped[tenant] > len(self._held[tenant]) // 2:
             self._held[tenant] = [each for each in self._held[tenant] if each[-1].choices]

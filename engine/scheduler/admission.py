@@ -12,8 +12,8 @@ from engine.scheduler.request_table import RequestTable
 from engine.scheduler.steps import PlanDraft
 from engine.snapshot import WaitsFor
 
-MAX_OVERTAKEN = 16  # times that shorter requests of its tenant may take the running slot a request would have got
-_MAX_SKIPPED = 32  # too long requests, in one search for shorter ones
+MAX_OVERTAKEN = 16  # how often shorter requests of its tenant may take the running slot that a request would have got
+_MAX_SKIPPED = 32  # longer requests skipped in one search for shorter ones
 
 
 class Admission:
@@ -35,9 +35,9 @@ class Admission:
 
         A request with a prefix in a tier starts when the prefix is loaded; requests behind it do not wait for that.
 
-        With `most_missing`, only requests that lack at most so many tokens start. They overtake longer requests only if
-        there are running slots for all of the longer ones, or if those belong to the same tenant and were not overtaken
-        `MAX_OVERTAKEN` times. They never overtake a request of their tenant that has another priority.
+        With `most_missing`, only requests that lack at most that many tokens start. They overtake a longer request only
+        if enough running slots remain for all longer ones, or if it belongs to the same tenant and was overtaken fewer
+        than `MAX_OVERTAKEN` times. They never overtake a request of their tenant that has another priority.
 
         Returns requests that cannot succeed: their deadline cannot be met by the measured cost of a prefill token, or
         their grammar has an error.
@@ -181,8 +181,8 @@ class Admission:
         }
 
     def _blocks_completed(self, request: Request, num_tokens: int) -> range:
-        """Return the indices of the blocks that become full and computed when the request advances by `num_tokens`.
-        Blocks with tokens that are not sampled yet are left out."""
+        """Return the indices of the blocks that become full and computed when the request advances by `num_tokens`,
+        except blocks with tokens that are not sampled yet."""
         if not self._kv.enable_prefix_caching:
             return range(0)
         start = request.num_computed_tokens
@@ -214,7 +214,7 @@ def worst_ranked(table: RequestTable, candidates: Iterable[Request]) -> Request 
     """Return the running request to preempt first; None if there are no candidates.
 
     The candidates are narrowed down in this order: the worst precedence; tenants above their share of the running slots
-    in use, if any; the tenant of the latest arrival; and of its requests the worst by priority and arrival.
+    in use, if any; the tenant of the latest arrival; its request of the worst priority and latest arrival.
 
     Arrival decides between tenants, not the service they received: that changes with every step, and two tenants would
     preempt each other in turns and compute everything twice. The one that arrived first runs to its end.

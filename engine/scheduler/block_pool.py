@@ -71,9 +71,7 @@ class BlockPool:
             self._free[block_id] = None
 
     def keep(self, block_ids: Iterable[int]) -> None:
-        """Evict these blocks later than others that were used at the same time, because their content will be asked
-        for.
-        """
+        """Evict these blocks later than others used at the same time, because a request is expected to need them."""
         self._kept.update(block_ids)
 
     def is_free(self, block_id: int) -> bool:
@@ -85,14 +83,14 @@ class BlockPool:
         return self._by_hash.get(content)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference to each of these blocks, which `find` gave."""
+        """Take one more reference to each of these blocks, which `find` returned."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
     def publish(self, block_id: int, content: bytes) -> None:
-        """Make an owned, fully computed block findable. The first block with a content keeps the name."""
+        """Index an owned, fully computed block. If this content is already indexed, the earlier block stays."""
         if content not in self._by_hash:
             self._by_hash[content] = block_id
             self._hashes[block_id] = content
@@ -116,8 +114,8 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def snapshot(self, groups: Mapping[int, int]) -> BlocksSnapshot:
-        """Return how many blocks are in which state, and where. O(number of blocks), at about 50 ns each. `groups`
-        has the KV group of blocks outside the first group.
+        """Return the number of blocks in each state, and a map of all blocks. Takes about 50 ns per block. `groups` has
+        the KV group of blocks outside the first group.
         """
         stride = -(-self.num_blocks // MOST_CELLS)
         by_ref_count = Counter(self._ref_counts)
@@ -138,7 +136,7 @@ class BlockPool:
         return chr((97 if count == 1 else 65) + min(groups.get(block_id, 0), 25))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the accounts balance with the block tables of all living requests."""
+        """Raise AssertionError unless the pool agrees with the block tables of all live requests."""
         expected = [0] * self.num_blocks
         for table in block_tables:
             for block_id in table:

@@ -3,12 +3,12 @@
 1. A block's hash covers its own tokens, all tokens before it, the tenant, and the client's salt. It is BLAKE2b keyed
    with a secret of this process, or of the directory that blocks are kept in, so a collision cannot be computed from
    outside (vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
-2. If the device computes a prompt's tokens in another form than generated ones (`prompt_form_differs`), the hash also
-   covers which of a block's tokens were generated. So an answer is computed again as a part of the next turn's prompt,
-   and a request's bits do not depend on the requests before it.
-3. A prefix is hit if every group of layers (`engine.plan`) has what the next token sees: all blocks of full groups, and
-   the latest ones of groups with a window. Blocks behind its windows are released at once, and can be found until they
-   are used again.
+2. If the device computes keys and values of prompts with other bits than those of generated tokens
+   (`prompt_form_differs`), the hash also covers which of a block's tokens were generated. So the next turn's prompt
+   computes the answer again, and a request's bits do not depend on earlier requests.
+3. A prefix is hit if every group of layers (`engine.plan`) has the blocks that the next token sees: all blocks of full
+   groups, and the latest blocks of groups with a window. Blocks that have left the window are released at once, and can
+   be found until they are allocated again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KVCacheManager:
         self._windows = windows
         self.max_step_tokens = max_step_tokens
         self._has_windows = any(window is not None for window in windows)
-        # A mark for each group, which separates its content from other groups' of the same tokens; the first has none.
+        # Appended to a block's hash: the same tokens have different content in each group. Empty for the first group.
         self.marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
         marked = list(zip(windows, self.marks, strict=True))
         # The marks of groups without a window, and of groups with one.
@@ -81,7 +81,7 @@ class KVCacheManager:
         return most_blocks(self._windows, self.block_size, num_tokens, self.max_step_tokens)
 
     def publish_events(self, key: bytes) -> None:
-        """Log changes of the prefix cache from now on, and send everything that is in it first."""
+        """Record changes of the prefix cache from now on, and report its whole content first."""
         if self.events is None or self.events.key != key:
             self.events = KVEventLog(self, key)
             self.pool.on_removed = self.events.remove
@@ -124,7 +124,7 @@ class KVCacheManager:
             if any(window is None and block_id is None for window, block_id in zip(self._windows, row, strict=True)):
                 break
             rows.append(row)
-        # The prefix ends where a window's block is missing; then the windows of that end are searched.
+        # If a window lacks a block, the prefix ends there, and the windows before the new end are searched.
         needs = self.needs(limit)
         length = index = len(rows)
         while index > max(0, length - max(needs)):
@@ -140,12 +140,12 @@ class KVCacheManager:
         ]
 
     def needs(self, num_places: int) -> list[int]:
-        """Return how many of a prefix's `num_places` places the next token sees, from its end on, for each group."""
+        """Return, for each group, how many of the last of a prefix's `num_places` places the next token sees."""
         return [num_places if window is None else self._places(window - 1) for window in self._windows]
 
     def can_admit(self, request: Request, prefix: list[int]) -> bool:
-        """Return True if all known tokens of the request would fit now, so that its prefill is not cut short at
-        once.
+        """Return True if there are free blocks for all known tokens of the request, so its prefill will not run out of
+        them.
         """
         shared = owned(prefix) if self._has_windows else prefix
         unowned = sum(1 for block_id in shared if self.pool.is_free(block_id))
@@ -194,10 +194,10 @@ class KVCacheManager:
             self._leave_windows(request)
 
     def _leave_windows(self, request: Request) -> None:
-        """Release the blocks that no token from the next one on sees. They can be found for a while.
+        """Release the blocks that neither the next token nor any later one sees. They can be found for a while.
 
-        Prompts may begin like this one, but a prompt hardly ever ends within its answer: blocks of the answer are
-        evicted first, or they would displace blocks that other requests need. Not if a tier is to store them before.
+        Other prompts may share this prompt, but hardly ever end within its answer. So released blocks of the answer are
+        evicted first, unless a tier is to store them before.
         """
         end = len(request.block_ids)  # the end of the blocks that other requests may need
         if self.tiers is None or self.facts.prompt_form_differs:
@@ -218,7 +218,7 @@ class KVCacheManager:
                     self.pool.release(answer[::-1], is_unlikely=True)
 
     def withdraw(self, request: Request) -> None:
-        """Remove everything of the request from the index: what it computed cannot be trusted."""
+        """Remove all blocks of the request from the index, because their contents may be wrong."""
         if self.enable_prefix_caching:
             for index in range(request.num_committed_blocks):
                 content = self.block_hash(request, index)
@@ -247,8 +247,8 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def snapshot(self, requests: Iterable[Request]) -> BlocksSnapshot:
-        """Return the state of all blocks; `requests` are those that own blocks, which name the group that each block
-        serves.
+        """Return the state of all blocks. `requests` are the owners of blocks; their block tables give the group of
+        each.
         """
         groups: dict[int, int] = {}
         if self.num_groups > 1:
@@ -273,7 +273,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _root(self, request: Request) -> bytes:
-        # The length keeps apart what a tenant's name and a client's salt could spell together.
+        # The length separates tenant and salt: ("ab", "c") and ("a", "bc") must differ.
         tenant, salt = request.tenant.encode(), request.message.cache_salt.encode()
         owner = len(tenant).to_bytes(4, "big") + tenant + salt
         return blake2b(owner, key=self._key, digest_size=_DIGEST_SIZE, person=b"tenant").digest()
@@ -283,13 +283,13 @@ class KVCacheManager:
 # The changes of the prefix cache, as chunks of blocks, for a router that chooses among several engines.
 #
 # A chunk is stored when all of its blocks can be found, and removed when one of them no longer can. In models with
-# windows a chunk has two names: one for the groups that keep all tokens, and one (`in_windows`) for those with windows,
-# which lose blocks sooner. Nothing is computed before a `PublishKVEvents`. Owned by the KVCacheManager.
+# windows a chunk has two hashes: one for the groups that keep all tokens, and one (`in_windows`) for groups with
+# windows, which lose blocks sooner. The log exists only after a `PublishKVEvents`. Owned by the KVCacheManager.
 
 
 class KVEventLog:
-    """The changes of the prefix cache since the last call, and all chunks that are in it. `tells_all` sends them all
-    next.
+    """The changes of the prefix cache since the last `take`, and all chunks in the cache. If `tells_all` is set, the
+    next `take` returns all.
 
     Takes some 200 bytes for each chunk and 60 for each block.
     """
@@ -300,7 +300,7 @@ class KVEventLog:
         self._kv = kv
         self._blocks: dict[int, tuple[int, ...]] = {}  # the block ids of each stored chunk
         self._chunks: list[tuple[int, ...]] = [()] * kv.pool.num_blocks  # of each block
-        self._changes: dict[int, bool] = {}  # chunks that were stored (True) or removed since
+        self._changes: dict[int, bool] = {}  # chunks stored (True) or removed (False) since
         self._epoch = secrets.randbits(63)
         self._sequence = 0
         self.tells_all = True
@@ -310,13 +310,13 @@ class KVEventLog:
         return self.tells_all or bool(self._changes)
 
     def note(self, request: Request) -> None:
-        """Record published blocks of the request, which may have completed chunks."""
+        """Record newly published blocks of the request, and the chunks that they complete."""
         kv, size = self._kv, self.size
         known = request.prefix_hashes
         if known is None or known.key != self.key:
             known = request.prefix_hashes = PrefixHashes(self.key, size, request.tenant, request.message.cache_salt)
         end = request.num_computed_tokens
-        if kv.facts.prompt_form_differs:  # then no other prompt matches generated tokens
+        if kv.facts.prompt_form_differs:  # then generated tokens match no other prompt
             end = min(end, request.num_prompt_tokens)
         # Blocks are published again after a preemption.
         start = min(len(known.hashes), request.num_committed_blocks * kv.block_size // size)

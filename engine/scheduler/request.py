@@ -82,12 +82,12 @@ class Request:
     prefix_hashes: PrefixHashes | None = None  # of the chunks that KV events have reported
     num_committed_blocks: int = 0
     num_cached_tokens: int = 0
-    num_overtaken: int = 0  # times that a shorter request of its tenant took a running slot before it
+    num_overtaken: int = 0  # how often a shorter request of its tenant took a running slot before it
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # positions with log-probabilities that have been sent
     events: list[RequestEvent] = field(default_factory=list)  # not yet reported
     asked_tiers: bool = False  # the tiers have been searched for the blocks beyond its cached prefix
-    load: Load | None = None  # that it waits for
+    load: Load | None = None  # the load it waits for
     _ends: frozenset[int] = field(init=False)
 
     def __post_init__(self, max_model_len: int) -> None:
@@ -120,8 +120,8 @@ class Request:
         """Return True if the next token can be computed while the latest one is still being sampled; up to
         `num_planned_tokens` are computed then.
 
-        False if the latest token may be the last one by the token limit (other ends are found later, and cost no other
-        request a step), and if a grammar must read it before it knows what may follow.
+        False if the latest token may reach the token limit, or if a grammar must read it to know which tokens may
+        follow. (Other ends are found later, and delay no other request.)
         """
         return num_planned_tokens + 1 < self.max_num_tokens and self.grammar is None
 
@@ -129,7 +129,7 @@ class Request:
         """Return how many tokens, at most `most`, a decode may sample when up to `num_planned_tokens` have been
         computed.
 
-        It is no more than the limit leaves, and one where a grammar must read each token, or before there is a token to
+        It is at most the remaining token limit, and 1 if a grammar must read each token, or if no token is there yet to
         draft from.
         """
         if self.grammar is not None or num_planned_tokens < self.num_prompt_tokens:
@@ -194,8 +194,8 @@ class Request:
         return False
 
     def take_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Return the new entries among those of positions `start` + 1 on. A request that was preempted computes some
-        twice.
+        """Return the entries that were not sent before, of those for positions `start` + 1 and later: after a
+        preemption some are computed twice.
         """
         new = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs += len(new)
@@ -240,14 +240,14 @@ class Request:
 
 @dataclass(slots=True)
 class Load:
-    """Chunks on their way into blocks.
+    """Chunks that are being loaded from tiers into blocks.
 
-    `sources` has the tier that each chunk came from, None where it has not arrived yet, "" where it cannot be had.
+    `sources` has, for each chunk, the tier it came from; None until it arrives; "" if it cannot be loaded.
     """
 
     contents: list[bytes]
     block_ids: list[int]  # NO_BLOCK where the next token does not see it
-    prefix: list[int]  # the blocks before them, held so that they are not evicted during the load
+    prefix: list[int]  # the preceding blocks, referenced so that they are not evicted during the load
     sources: list[str | None]
     requests: list[Request]
     news: float  # when the load began, or its latest chunk arrived

@@ -1,7 +1,7 @@
 """All live requests, their transitions and their deadlines.
 
 When a request arrives, starts, is preempted or leaves, then its place in the queue, its tenant's share, its blocks, the
-steps in flight and the runner's rows change together. They do so here and nowhere else. Owned by the Scheduler.
+steps in flight and the runner's rows change together. Only this module changes them. Owned by the Scheduler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.scheduler.waiting_queue import TenantShares, WaitingQueue
 class RequestTable:
     """All live requests by id, the queue, and the running requests.
 
-    `removed` are the rows that the runner still holds for requests that no longer run. The counters grow until
+    `removed` are requests that no longer run but still have a row in the runner. The counters grow until
     `Scheduler.take_stats` reads them.
     """
 
@@ -83,7 +83,7 @@ class RequestTable:
         self.in_flight.void(request.request_id)
         del self.requests[request.request_id]
         self.num_grammars -= request.sampling.restricts_tokens
-        if request.grammar is not None:  # it may have had its last word
+        if request.grammar is not None:  # None after its last restricted token
             request.grammar.close()
         self.shares.leave(request.tenant)
         if request.request_id in self.running:

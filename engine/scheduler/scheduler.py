@@ -61,8 +61,8 @@ class Scheduler:
         pacing: StepBudget,
         tier: BlockTier | None = None,
     ) -> None:
-        """`pacing` bounds the prefill in steps that also decode, and has the costs by which requests that cannot keep
-        their deadline are ended."""
+        """`pacing` limits the prefill in steps that also decode. By its step costs, requests that cannot meet their
+        deadline are ended."""
         self.config = config
         self.pacing = pacing
         self.kv = KVCacheManager(
@@ -81,21 +81,19 @@ class Scheduler:
                 f"{num_blocks} KV blocks of {block_size} tokens"
             )
         self._table = table = RequestTable(self.kv)
-        # Its parts, which are never replaced.
+        # Aliases of the table's parts, which are never replaced.
         self.requests, self.running, self.waiting = table.requests, table.running, table.waiting
         self.shares, self._in_flight = table.shares, table.in_flight
         self._admission = Admission(table, pacing, config.max_num_seqs)
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._step = 0
-        self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
+        self._ended: list[EngineCoreOutput] = []  # requests that ended between two updates
         self._prompt_tokens = self._computed_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        """Return True if a step would do anything, even if it only reports an ended request or lets the runner drop
-        a row.
-        """
+        """Return True if a step has work, even if only to report an ended request or to free a runner's row."""
         return bool(self.running or self.waiting or self._table.removed or self._ended)
 
     def reconfigure(self, **limits: Any) -> None:
@@ -106,7 +104,7 @@ class Scheduler:
     # --- arrivals and departures
 
     def add(self, message: EngineCoreRequest, grammar: TokenMatcher | None = None) -> None:
-        """Queue a request. One with a grammar starts when that is compiled.
+        """Queue a request. A request with a grammar starts when the grammar is compiled.
 
         Raises KeyError if the id is in use: the front end guarantees that it is not.
         """
@@ -124,8 +122,8 @@ class Scheduler:
         self._deadlines.watch(request)
         longest = self.config.max_model_len - request.generates
         if not 0 < request.num_prompt_tokens <= longest:
-            # The front end refuses such prompts; one that came through would block the queue for ever.
-            self.fail(request.request_id, f"a prompt of {request.num_prompt_tokens} tokens: 1 to {longest} can run")
+            # The front end refuses such prompts; here one would block the queue for ever.
+            self.fail(request.request_id, f"prompt of {request.num_prompt_tokens} tokens: 1 to {longest} are allowed")
 
     def finish_request(self, request_id: str, status: RequestStatus) -> Request | None:
         """End a request for a reason from outside. Unknown ids (finished, never arrived) are a no-op: returns None."""
@@ -136,7 +134,7 @@ class Scheduler:
         return request
 
     def fail(self, request_id: str, error: str) -> None:
-        """End a request because it cannot be computed, and trust nothing that it has computed."""
+        """End a request that cannot be computed, and remove its blocks from the prefix cache."""
         request = self.requests.get(request_id)
         if request is not None:
             self.kv.withdraw(request)
@@ -165,8 +163,8 @@ class Scheduler:
         """Plan the next step. Each plan is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
         The plan may be made while the step before it is in flight (`engine/scheduler/steps.py`), or one step in each
-        pipeline stage. It then leaves out requests of which the latest token must be known first, and may be empty
-        although there is work. `only` restricts the step to these requests.
+        pipeline stage. It then skips requests with a latest token that must be known first, and may be empty although
+        there is work. `only` restricts the step to these requests.
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
@@ -186,7 +184,7 @@ class Scheduler:
         running = list(self.running.values())
         budget, num_stages = plan.budget, self.config.num_stages
         in_flight = self._in_flight.latest.num_tokens
-        # Draft tokens leave one token for every other request: the budget has room for one of each.
+        # Drafts must leave one token of the budget for every other request.
         most_sampled = min(self.config.max_sampled_tokens, budget // max(len(running), 1))
         most_decodes = -(-len(running) // num_stages)
         if plan.only is not None:
@@ -235,8 +233,8 @@ class Scheduler:
         Half of the budget goes to prompts that lack at most half as many tokens as the first prompt. Among running
         prompts, the tenant that was served least goes first, with its prompt that lacks the fewest tokens; half of this
         share is left to waiting requests. The first prompt gets the other half and the remainder, and stays the first
-        until it is done, so that no prompt waits for ever. No request may be preempted for a running one after waiting
-        ones have started.
+        until it is done, so that no prompt waits for ever. Running prompts are planned before waiting ones, because no
+        request may be preempted for a running prompt once a waiting one has started.
         """
         first, most = behind[0]
         if first.status is not RequestStatus.RUNNING:
@@ -257,7 +255,7 @@ class Scheduler:
             plan.budget += for_waiting
         self._admit(plan, most // 2)
         if first.request_id in plan.prefills:  # and it was not preempted for a shorter one
-            # The budget may have grown by the tokens of a preempted request, for which this one has no blocks.
+            # A preemption may have returned tokens to the budget, but this request got no blocks for them.
             more = min(plan.budget, budget // 2)
             plan.num_tokens[first.request_id] += more
             plan.budget -= more
@@ -301,17 +299,17 @@ class Scheduler:
     def put_back(self, plans: Sequence[SchedulerOutput], now: float) -> dict[str, int]:
         """Preempt the requests of a failed step and of the steps planned on top of it, which are all steps in flight.
 
-        Returns how many tokens the failed step, the first, would have computed of each of its requests that is still
-        alive. It is unknown how much of the plans' diffs the runner applied. Removing a row twice is harmless, so all
-        removals are sent again.
+        Returns the number of tokens that each live request of the failed step (`plans[0]`) would have computed. It is
+        unknown how much of the plans' diffs the runner applied. Removing a row twice is harmless, so all removals are
+        sent again.
         """
         steps = [self._in_flight.end() for _ in plans]
         reach = {}
         for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True):
             request = self.requests.get(request_id)
             if request is not None:
-                # Without drafts. A request that was preempted since is as suspect as the others: it is cleared once it
-                # has computed all its known tokens.
+                # Drafts do not count. A request that was preempted since is as suspect as the others: it is cleared
+                # once it has computed all its known tokens.
                 end = request.num_computed_tokens + num_tokens if request_id in steps[0] else request.num_tokens
                 reach[request_id] = min(end, request.num_tokens)
         for request_id in dict.fromkeys(chain.from_iterable(steps)):
@@ -323,8 +321,8 @@ class Scheduler:
     def give_up(self, now: float) -> None:
         """Drop the oldest step in flight, which was aborted because all its requests are about to end.
 
-        None of its requests has advanced, so later plans for them are wrong: the requests would have to start again if
-        they went on after all.
+        None of its requests has advanced, so later plans for them are void: if the requests went on after all, they
+        would have to be preempted.
         """
         for request_id in self._in_flight.end():
             if request_id in self._in_flight:
@@ -348,7 +346,7 @@ class Scheduler:
         all_valid = len(valid) == len(plan.request_ids)
         for index in output.not_finite:
             if plan.request_ids[index] in valid:
-                self.fail(plan.request_ids[index], "the model computed numbers that are not finite for this request")
+                self.fail(plan.request_ids[index], "the model computed NaN or infinite logits for this request")
         gained = self.take_ended()
         num_sampled_of: defaultdict[str, int] = defaultdict(int)  # by tenant
         ended: list[Request] = []
@@ -365,9 +363,9 @@ class Scheduler:
         for index, (request_id, num_scheduled, num_sampled, token_ids) in enumerate(scheduled):
             request = self.requests.get(request_id)
             if request is None or not (all_valid or request_id in valid):
-                # It failed just now, or ended or was preempted since it was planned. Its tenant pays for the running
-                # slot all the same: otherwise two tenants could take it from each other for ever, each before a step of
-                # the other's request is accounted for.
+                # The request failed just now, or ended or was preempted since it was planned. Its tenant is charged all
+                # the same: otherwise two tenants could take a running slot from each other for ever, each before the
+                # other's step is accounted for.
                 if num_scheduled > num_sampled:
                     self._prompt_tokens += num_scheduled
                 if request is not None:
@@ -394,14 +392,14 @@ class Scheduler:
                     gain.logprobs = logprobs[index][: len(token_ids)]
                 if request.events:
                     gain.events = request.take_events()
-                # Few requests ask for them, so usually no row is looked up. After a prefill there is always an output.
+                # Most steps have no log-probabilities or embeddings. After a prefill there is always an output.
                 if prompt_logprobs and index in prompt_logprobs:
                     gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
                 if embeddings and index in embeddings:
                     gain.embedding = embeddings[index]
-            except Exception as error:  # its accounts may be incomplete; those of other requests are not affected
-                logger.exception("a step could not be accounted for to request %s", request_id)
-                self.fail(request_id, f"the engine could not account for a step ({type(error).__name__})")
+            except Exception as error:  # its state may be inconsistent; other requests are not affected
+                logger.exception("the result of a step could not be applied to request %s", request_id)
+                self.fail(request_id, f"the engine could not apply the result of a step ({type(error).__name__})")
                 continue
             gained.append(gain)
             if has_ended:

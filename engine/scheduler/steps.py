@@ -13,8 +13,8 @@ from engine.snapshot import StepOutcome, StepSnapshot
 
 
 class PlanDraft:
-    """The remaining budget of a step that is planned at `now`, and the tokens that requests have been given. `only`
-    has the requests that the step is restricted to, if it is."""
+    """The remaining budget of a step that is planned at `now`, and the tokens given to each request. `only`, if set,
+    lists the requests that the step is restricted to."""
 
     def __init__(self, budget: int, now: float = 0.0, only: Collection[str] | None = None) -> None:
         self.budget = budget
@@ -27,12 +27,12 @@ class PlanDraft:
         self.new_block_ids: dict[str, list[int]] = {}
         self.new_requests: list[NewRequestData] = []
         self.ran_out_of_blocks = False  # no waiting request should start
-        # How many prefill tokens fit into a step with these decodes, the first being at this position. Asked once there
-        # is such a token, because most steps have none.
+        # Returns how many prefill tokens, from the given position, fit into a step with these decodes. Called only for
+        # the first prefill token, because most steps have none.
         self.pace: Callable[[int], int] | None = None
 
     def chunk(self, start: int, num_missing: int) -> int:
-        """Return how many tokens a request may get that lacks this many from `start` on. `add_prefill` gives them."""
+        """Return how many of `num_missing` tokens, from position `start` on, a request may get in this step."""
         self.set_pace(start)
         return min(num_missing, self.budget)
 
@@ -43,7 +43,7 @@ class PlanDraft:
             self.budget = min(self.budget, pace(start))
 
     def add_prefill(self, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Give these tokens to a request that lacks `num_missing`."""
+        """Give `num_tokens` tokens to a request that lacks `num_missing`."""
         self.num_tokens[request.request_id] = num_tokens
         self.prefills[request.request_id] = int(num_tokens == num_missing)
         self.budget -= num_tokens
@@ -135,7 +135,7 @@ class StepsInFlight:
         self._steps.append(plan)
 
     def end(self) -> dict[str, int]:
-        """Remove the oldest step. Returns what still counts of it: the tokens computed for each request."""
+        """Remove the oldest step. Returns the tokens that it computed for each request that was not voided."""
         return self._steps.popleft().num_tokens
 
     def retract(self) -> None:
@@ -143,7 +143,7 @@ class StepsInFlight:
         self._steps.pop()
 
     def void(self, request_id: str) -> None:
-        """Discard what the steps in flight report of this request, which lost its row or ended since they were
+        """Ignore the results of the steps in flight for this request, which ended or lost its row since they were
         planned.
         """
         for plan in self._steps:
@@ -155,15 +155,15 @@ class StepsInFlight:
 
 
 class EndedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A step that has ended, for those that act around it. Times are seconds of the engine's clock."""
+    """A step that has ended, as participants see it. Times are seconds of the engine's clock."""
 
     plan: SchedulerOutput
     planned_at: float
     submitted_at: float
-    began: float  # a step that was planned ahead begins when the one before it ends
+    began: float  # a step that was planned ahead begins when its predecessor ends
     ended: float
     num_prefill_tokens: int
-    seconds_with_host: float  # with the host's work since the step before, if requests were still running then
+    seconds_with_host: float  # including host work since the previous step, if requests kept running
     outcome: StepOutcome
 
     @property

@@ -4,8 +4,8 @@
    any request finds them like any cached prefix. A loading request waits and owns no blocks; when it leaves, its load
    is dropped, and running requests get the blocks at once. Blocks that cannot be loaded are computed.
 2. Storing holds no blocks: a published block is stored only if the hash index still has its content.
-3. A chunk is `blocks_per_chunk` consecutive places of a block table, with the blocks of all KV groups. Its name is the
-   hash of its last place, which covers every token before it. Only blocks that the next token sees are copied in.
+3. A chunk is `blocks_per_chunk` consecutive places of a block table, with the blocks of all KV groups. It is identified
+   by the hash of its last place, which covers every token before it. Only blocks that the next token sees are loaded.
 
 Owned by the KVCacheManager, on the engine's thread. The `BlockTier` does the I/O.
 """
@@ -29,13 +29,13 @@ from engine.snapshot import StepOutcome
 
 logger = logging.getLogger(__name__)
 
-PATIENCE, PAUSE = 5.0, 60.0  # seconds: a load waits for its next chunk, and pause of all loads if none came
-MAX_BACKLOG = 8192  # chunks that wait; further ones are not stored, because a chunk is no use without those before it
+PATIENCE, PAUSE = 5.0, 60.0  # seconds: how long a load waits for its next chunk, and how long no load begins after that
+MAX_BACKLOG = 8192  # chunks; further ones are not stored, because a chunk is useless without those before it
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # limits on copying loaded blocks between two steps
 CLOSING_SECONDS = 1.5  # limit on storing the backlog when the engine ends
-STORE_SHARE = 0.002  # part of step time that storing may take; its real cost to steps is several times as much
+STORE_SHARE = 0.002  # share of step time that storing may take; it delays steps by several times as much
 MAX_CREDIT = 4  # chunks that may be stored in a row
-_USED = b"used:"  # begins the keys of backlog entries that mark a prompt's chunks as used
+_USED = b"used:"  # prefix of the keys of backlog entries that mark a prompt's chunks as used
 
 
 class BlockTables(Protocol):
@@ -124,13 +124,13 @@ class Tiers:
         contents = self._contents(hashes)
         for load in self._loads.values():
             if load.contents[0] == contents[0]:
-                request.asked_tiers = False  # it asks again after this load: its own chunks may continue further
+                request.asked_tiers = False  # searched again after this load: its own chunks may go further
                 return self._join(request, load)
         held = owned(prefix)
         kv.pool.share(held)
         firsts = [last * size - need for need in kv.needs(last * size)]
         is_seen = [place >= least for place in range(first * size, last * size) for least in firsts]
-        if sum(is_seen) > kv.pool.num_free:  # it has no room to run either, so it asks again later
+        if sum(is_seen) > kv.pool.num_free:  # no room to run either: searched again later
             request.asked_tiers = False
             kv.pool.release(held)
             return False
@@ -163,7 +163,7 @@ class Tiers:
             if None not in load.sources:
                 self._finish(load, now)
         for load in [load for load in self._loads.values() if now - load.news > PATIENCE]:
-            logger.warning("KV blocks could not be loaded within %d s; nothing is loaded for %d s", PATIENCE, PAUSE)
+            logger.warning("No KV block was loaded within %d s; loading is off for the next %d s", PATIENCE, PAUSE)
             self._pause_until = now + PAUSE
             self._finish(load, now)
 
@@ -215,8 +215,8 @@ class Tiers:
     # --- storing
 
     def note_published(self, request: Request, start: int, end: int) -> None:
-        """Add to the backlog the chunks that the published blocks `start` .. `end` - 1 complete, and missing chunks of
-        the cached prefix, without which those could not be loaded. Behind a prompt's last one, mark all as used."""
+        """Add to the backlog the chunks that the published blocks `start` .. `end` - 1 complete, and the chunks before
+        them that the tier lacks. After a prompt's last chunk, add an entry that marks all as used."""
         if request.message.is_private or start == end:
             return
         kv, size = self._kv, self.tier.blocks_per_chunk
@@ -239,7 +239,7 @@ class Tiers:
             self.write_back(step.seconds)
 
     def write_back(self, seconds: float | None) -> None:
-        """Store part of the backlog after a step of `seconds`; None if the engine is idle, then without a limit."""
+        """Store part of the backlog after a step of `seconds`. None means an idle engine: no limit."""
         if seconds is not None:
             self._credit = min(self._credit + STORE_SHARE * seconds, MAX_CREDIT * self.tier.store_seconds)
         find = self._kv.pool.find

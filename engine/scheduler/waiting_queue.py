@@ -1,7 +1,7 @@
 """Requests that wait for a running slot, and fair shares of tenants.
 
-The order is by precedence first, which a client cannot choose. Within a precedence, tenants take turns by the service
-they received (`TenantShares`). Within a tenant the order is by its own priorities, then preempted requests before all
+The order is by precedence first, which a client cannot choose. Within a precedence, the tenant that was served least
+goes first (`TenantShares`). Within a tenant the order is by its own priorities, then preempted requests before all
 others, then by arrival.
 """
 
@@ -58,8 +58,8 @@ class WaitingQueue:
             heapq.heapreplace(turns, (served, number, tenant, requests))
 
     def push(self, request: Request) -> None:
-        """Add a request. A preempted one goes before all requests of the same tenant and priority that have not run,
-        because it has waited its turn already."""
+        """Add a request. A preempted request goes before all requests of the same tenant and priority that never
+        ran."""
         tenants = self._lines.setdefault(request.message.precedence, {})
         insort(tenants.setdefault(request.tenant, []), request, key=_place)
         self._size += 1
@@ -146,7 +146,7 @@ class TenantShares:
         self._served[tenant] += cost / self._weights[tenant]
 
     def charge_elsewhere(self, served: Mapping[str, float]) -> None:
-        """Add the service of other engines, already divided by weight. Tenants not known here begin anew."""
+        """Add the service of other engines, already divided by weight. Tenants without a counter here are skipped."""
         for tenant, amount in served.items():
             if tenant in self._served:
                 self._served[tenant] += amount
@@ -192,8 +192,8 @@ class TenantShares:
         return self.num_living[tenant] > self.num_running[tenant] and not self.is_at_its_limit(tenant)
 
     def _lift(self, tenant: str) -> None:
-        """Lift the counter of a tenant that begins to compete to the smallest one of the others that compete, or if
-        there are none, to that of the latest tenant that got a running slot. A higher counter stays."""
+        """Raise the counter of a tenant that begins to compete to the smallest counter of its competitors, or without
+        competitors to that of the latest tenant that got a running slot. A higher counter stays."""
         floor = min(
             (self._served[other] for other in self.num_living if other != tenant and self._competes(other)),
             default=self._served.get(self._latest, 0.0),

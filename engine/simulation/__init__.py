@@ -2,7 +2,7 @@
 
 In reading order:
 
-counting    An executor that only counts, and virtual clocks.
+counting    An executor that counts tokens instead of computing them, and a virtual clock.
 engines     One engine, or several behind their router, on virtual time.
-simulation  Clients, requests and engines, from event to event. Deterministic.
+simulation  Clients, requests and engines, simulated event by event. Deterministic.
 """

@@ -1,4 +1,4 @@
-"""An executor that only counts, and virtual clocks."""
+"""An executor that counts tokens instead of computing them, and a virtual clock."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from engine.executor import StepHandle
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 
 StepCost = Callable[[StepLoad], float]
-"""Seconds of a step: `StepCostTable.cost`."""
+"""Returns the seconds of a step, as `StepCostTable.cost` does."""
 
-VOCAB_SIZE = 2**32  # what a block's hash takes; tokens are numbers here
+VOCAB_SIZE = 2**32  # tokens are arbitrary numbers; a block's hash takes 32 bits
 
 
 class SimulatedStep:
@@ -31,9 +31,9 @@ class SimulatedStep:
 class CountingExecutor:
     """An `engine.executor.Executor` that returns `sampling.seed` + n as the n-th output token of a request.
 
-    If each request has numbers of its own, its answer is known beforehand, and the prefix cache is hit as often as with
-    real tokens. Several steps that only decode can be one plan, which samples several tokens of each request: `foresee`
-    computes their ends before the plan is made, and `ends` has them afterwards.
+    If requests have different seeds, their answers are known in advance and differ, so the prefix cache is hit as often
+    as with real tokens. One plan can stand for several steps that only decode, by sampling several tokens of each
+    request: `foresee` computes their end times before the plan is made, and `ends` has them afterwards.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CountingExecutor:
         self.cost = cost
         self.pipeline_depth = 1
         self.busy_seconds = 0.0  # of all steps
-        self.row_seconds = 0.0  # the same, each step once for each request in it
+        self.row_seconds = 0.0  # the sum of seconds * requests over all steps
         self._clock = clock
         self._sleep = sleep
         self.num_steps = 0
@@ -62,8 +62,8 @@ class CountingExecutor:
         self._next: dict[str, int] = {}  # the next token of each request
 
     def foresee(self, num_rows: int, num_keys: int, most: int, horizon: float) -> int:
-        """Return how many steps, `most` at most, begin before the horizon if these rows decode from now on. The next
-        plan must consist of these steps."""
+        """Return how many steps, at most `most`, begin before `horizon` if these rows decode from now on. The next plan
+        must consist of these steps."""
         ends, end = self._foreseen, max(self._busy_until, self._clock())
         while len(ends) < most and end < horizon:
             end += self.cost(StepLoad(num_rows, num_keys))

@@ -20,19 +20,19 @@ MOST_AT_ONCE = 1000  # steps
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """One engine with a clock of its own: making a step moves the clock to the step's end at once."""
+    """One engine with its own clock. Making a step moves the clock to the end of the step."""
 
     index: int
     core: EngineCore
     executor: CountingExecutor
     clock: VirtualClock
     inbox: list[Command] = field(default_factory=list)  # carried out between two steps
-    outputs: EngineCoreOutputs | None = None  # of the step that it is in
+    outputs: EngineCoreOutputs | None = None  # of the step in progress
     leaps: bool = False
 
     def begin(self, now: float, horizon: float) -> None:
         """Carry out the commands that have arrived and make a step, if there is work. Nothing arrives before the
-        horizon, so several steps that begin before it can be made as one, if the result is the same."""
+        horizon, so several steps that begin before it are made as one where the result is the same."""
         self.clock.now = now
         for command in self.inbox:
             self.core.carry_out(command)
@@ -47,8 +47,8 @@ class SimulatedEngine:
             self.outputs = self.core.step()
 
     def _num_steps_at_once(self, horizon: float) -> int:
-        """Return for how many steps all running requests decode, while none starts, ends or is preempted before the
-        last of these steps and no deadline counts."""
+        """Return for how many steps all running requests decode while no request starts, ends before the last of these
+        steps, is preempted or has a deadline."""
         scheduler = self.core.scheduler
         running, kv = scheduler.running, scheduler.kv
         if not running or len(scheduler.shares.num_living) > 1:
@@ -73,17 +73,17 @@ class Engines:
     def __init__(
         self, make_core: MakeCore, size: int = 1, now: float = 0.0, *, leaps: bool = False, route: Route = "prefix"
     ) -> None:
-        """Make `size` engines. `leaps` lets a single engine make several steps at once if nothing can come between
-        them, which gives the same results in a fraction of the time. Its core must not learn step costs."""
+        """Make `size` engines. With `leaps`, a single engine makes several steps at once if no event can come between
+        them: same results, in a fraction of the time. Its core must not learn step costs."""
         self.now = now
-        self.num_steps = 0  # that were begun
+        self.num_steps = 0  # steps begun
         clocks = [VirtualClock(now) for _ in range(size)]
         self.replicas = [SimulatedEngine(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
         for replica in self.replicas:
             replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
         core = self.replicas[0].core
         self._router = Router(size, core.config.max_num_seqs, route=route, key=b"simulated") if size > 1 else None
-        self._imbalances: list[float] = []  # most uncached tokens of an engine / their mean, at each arrival
+        self._imbalances: list[float] = []  # the maximum of the engines' uncached tokens / their mean, at each arrival
         if self._router is not None:
             self._router.describe(core.executor.block_size, core.config.facts.kv_windows)
             for replica in self.replicas:
@@ -92,7 +92,7 @@ class Engines:
         self._alive = list(range(size))
         self._owners: dict[str, tuple[SimulatedEngine, EngineCoreRequest]] = {}  # of requests that have not ended
         self._ends: list[tuple[float, int]] = []  # a heap: the end of each step in progress, and its replica
-        self._ready: set[int] = set()  # replicas that are in no step and may have work
+        self._ready: set[int] = set()  # replicas without a step in progress that may have work
 
     @property
     def due(self) -> float:
@@ -126,7 +126,7 @@ class Engines:
 
     @property
     def imbalance(self) -> float:
-        """The most uncached tokens in flight of one engine divided by the mean of all, averaged over arrivals."""
+        """The engines' maximum of uncached tokens in flight divided by their mean, averaged over arrivals."""
         return sum(self._imbalances) / len(self._imbalances) if self._imbalances else 1.0
 
     def advance(self, now: float) -> list[tuple[EngineCoreOutputs, list[float]]]:
@@ -161,7 +161,7 @@ class Engines:
         self._ready.clear()
 
     def lose(self, lost: Collection[int]) -> list[tuple[EngineCoreRequest, bool]]:
-        """End these engines, of several, with all that they hold. Returns their requests, and which had begun."""
+        """End some of several engines with their requests and caches. Returns these requests, and which had begun."""
         requests = [request for replica, request in self._owners.values() if replica.index in lost]
         begun = {request_id for index in lost for request_id in self.replicas[index].core.scheduler.running}
         for request in requests:

@@ -1,4 +1,4 @@
-"""The simulation of clients, requests and engines, from event to event of a virtual clock. Deterministic."""
+"""The simulation of clients, requests and engines, event by event on a virtual clock. Deterministic."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SimulatedRequest(msgspec.Struct, kw_only=True):
 
 
 class Outage(msgspec.Struct, frozen=True):
-    """The loss of some of several engines from `start` to `end`. Their requests that have not begun go to the other
-    engines; the rest fails."""
+    """The loss of some of several engines from `start` to `end`. Requests that have not begun there go to the other
+    engines; the others fail."""
 
     start: float
     end: float
@@ -50,7 +50,7 @@ class Workload(Protocol):
 
     @property
     def due(self) -> float:
-        """The time when the next request is sent, as far as it is known now; infinity if there is none."""
+        """The time of the next request that is known now; infinity if there is none."""
         ...
 
     def take(self) -> EngineCoreRequest:
@@ -58,7 +58,7 @@ class Workload(Protocol):
         ...
 
     def ended(self, request: SimulatedRequest) -> None:
-        """Learn that a request has ended, as its client sees it: others may become due."""
+        """Take note that a client's request has ended, after which further requests may become due."""
         ...
 
 
@@ -71,18 +71,18 @@ class Place(Protocol):
 
 
 class Door(Protocol):
-    """The admission of requests, by the simulation's clock."""
+    """The admission of requests, on the simulation's clock."""
 
     def enter(self, request: EngineCoreRequest) -> Place | str:
-        """Return a slot for the request, or why it is refused."""
+        """Return a queue slot for the request, or the reason why it is refused."""
         ...
 
 
 class Simulation:
-    """Advances by bounded amounts; between two calls of `advance` everything may be read and changed.
+    """A simulation that advances in bounded parts. Between two calls of `advance`, everything may be read and changed.
 
-    `inbound` returns the seconds between the sending of a prompt of so many tokens and its arrival at the engine;
-    `outbound` has the seconds between a step's end and the time when clients know of it. Neither delays the engine.
+    `inbound` returns the seconds that a prompt of that many tokens takes from client to engine; `outbound` is the
+    seconds that outputs take from engine to client. Neither delays the engine.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Simulation:
         keep_tokens: float = math.inf,
         outages: Sequence[Outage] = (),
     ) -> None:
-        """Make a simulation. `door` makes the admission, given a clock. `keep` is the number of ended requests that are
-        remembered, None for all, and `keep_tokens` the limit of their output tokens together."""
+        """Make a simulation. `door` makes the admission, given a clock. `keep` is the number of ended requests to
+        remember (None: all), and `keep_tokens` limits the sum of their output tokens."""
         self.engines = engines
         self.load = load
         self.num_sent = self.num_ended = self.num_refused = self.num_placed_again = 0
         self.num_preemptions = self.prefix_cache_queries = self.prefix_cache_hits = 0
-        self.work = 0  # done so far; a unit takes some 0.2 microseconds
-        self.kept_tokens = 0  # output tokens that have remembered times
+        self.work = 0  # work units done so far; a unit takes about 0.2 microseconds
+        self.kept_tokens = 0  # output tokens of remembered requests
         self.request_seconds = 0.0  # the integral of the number of requests in the engines
         self.open: dict[str, SimulatedRequest] = {}
         self.ended: deque[SimulatedRequest] = deque()
@@ -115,10 +115,10 @@ class Simulation:
         self._inbound = inbound
         self._outbound = outbound
         self._under_way: list[tuple[float, int, EngineCoreRequest]] = []
-        self._news: list[tuple[float, int, SimulatedRequest]] = []  # ends that clients do not know of yet
+        self._news: list[tuple[float, int, SimulatedRequest]] = []  # ended requests that clients do not know of yet
         changes = [(outage.start, True, outage.engines) for outage in outages]
         changes += [(outage.end, False, outage.engines) for outage in outages]
-        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # engines return before others go
+        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # at equal times, returns come first
 
     @property
     def now(self) -> float:
@@ -136,7 +136,7 @@ class Simulation:
 
     @property
     def _next_request(self) -> float:
-        """The time when a client acts next, as far as it is known."""
+        """The time of the next known action of a client."""
         due = self.load.due
         for heap in (self._under_way, self._news):
             if heap and heap[0][0] < due:
@@ -144,8 +144,8 @@ class Simulation:
         return due
 
     def advance(self, until: float = math.inf, max_steps: int | None = None, max_work: float = math.inf) -> bool:
-        """Go on until this time, for at most so many steps and so much work: any number of requests may arrive during a
-        long step. Returns True if there are further events."""
+        """Advance to `until`, by at most `max_steps` steps and `max_work` units: any number of requests may arrive
+        during a long step. Returns True if there are further events."""
         last_step = math.inf if max_steps is None else self.num_steps + max_steps
         most_work = self.work + max_work
         while self.num_steps < last_step and self.work < most_work:

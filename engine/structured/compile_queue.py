@@ -1,10 +1,10 @@
-"""The queue of grammars to compile. Clients decide how many there are, how large, and when they leave.
+"""The queue of grammars to compile. Clients determine their number and size, and cancel some of them.
 
 1. Tenants with queued grammars get one compilation each in turn, first in, first out within a tenant.
-2. Once there has been more than one tenant, no tenant has more than one thread, even if the other thread is idle: a
+2. As soon as a second tenant has appeared, each tenant gets at most one thread, even if the other thread is idle: a
    compilation cannot be interrupted, so the next tenant would have to wait for it.
 3. One thread never takes a large text, because the time mostly grows with the text. So even if all clients are one
-   tenant, as without API keys, a small grammar waits for small ones only. Large ones do not starve: if none of them is
+   tenant, as without API keys, a small grammar waits for small ones only. Large grammars do not starve: if none is
    being compiled, the next free thread takes one.
 4. A compilation is dropped when all its callers have left, if it has not begun. If it has, it keeps its thread to its
    end and counts as its tenant's turn.
@@ -24,7 +24,7 @@ from engine.fairness import RoundRobin
 from engine.messages import EngineCoreRequest, StructuredOutput
 
 COMPILER_THREADS = 2
-# The compiler takes some microseconds per character, so tens of milliseconds for this many.
+# A text up to this size is small. At some microseconds per character it takes tens of milliseconds.
 SMALL_CHARACTERS = 8 * 1024
 # The stack of each thread. Only the used part becomes memory, and a thread ends when nothing is queued.
 STACK_BYTES = 256 * 2**20
@@ -73,7 +73,7 @@ class CompileQueue(Generic[T]):
         self._large_is_running = False
         self._running: list[str] = []  # tenants of the jobs that have begun
         self._first_tenant: str | None = None
-        self._is_shared = False  # there has been another tenant
+        self._is_shared = False  # a second tenant has appeared
 
     def __len__(self) -> int:
         """Return the number of compilations that have not begun."""
@@ -135,7 +135,7 @@ class CompileQueue(Generic[T]):
                 result = self._work(*job.key)
             except Exception as exc:
                 error = exc
-            except BaseException as exc:  # a native library's panic, which would end the waiting thread
+            except BaseException as exc:  # a panic of the native library, which would end this thread
                 error = RuntimeError(f"the grammar compiler failed ({type(exc).__name__})")
             for future in self._end(job):
                 if future.set_running_or_notify_cancel():
@@ -148,14 +148,14 @@ class CompileQueue(Generic[T]):
         try:
             return self._begin()
         except BaseException as error:
-            logger.exception("A thread of the grammar compiler has failed; queued grammars fail, later ones do not")
+            logger.exception("A grammar compiler thread failed: queued grammars fail, later ones get a new thread")
             for future in self._give_up():
                 if future.set_running_or_notify_cancel():
                     future.set_exception(RuntimeError(f"the grammar compiler failed ({type(error).__name__})"))
             return None
 
     def _give_up(self) -> set[Future[T]]:
-        """Remove a thread that fails, and all jobs that have not begun, because some may be in no queue any more.
+        """Remove a failed thread, and all jobs that have not begun, because some may be missing from the queues.
 
         Returns the futures that wait for these jobs. The next job finds a consistent queue, and starts a thread.
         """
@@ -179,7 +179,7 @@ class CompileQueue(Generic[T]):
                 return None
             self._large_is_running = self._large_is_running or job.is_large
             self._running.append(job.key[0].tenant)
-            if len(self):  # a thread without a job that it may take has ended
+            if len(self):  # a thread that finds no job to take has ended
                 self._start_thread()
             job.has_begun = True
             return job
@@ -197,7 +197,7 @@ _stack_size_lock = threading.Lock()
 
 
 def _start_with_deep_stack(function: Callable[[], None]) -> None:
-    with _stack_size_lock:  # the size holds for all threads that the process starts
+    with _stack_size_lock:  # the stack size is a setting of the whole process
         before = threading.stack_size(STACK_BYTES)
         try:
             threading.Thread(target=function, name="grammar-compiler").start()

@@ -27,7 +27,7 @@ from engine.structured.compile_queue import CompileQueue, Owner
 from engine.structured.grammar import refused, supported_part, to_llguidance
 
 TRIED_TOKENS = 32
-TRIED_SECONDS = 0.1  # of processor time, for which other grammars wait
+TRIED_SECONDS = 0.1  # CPU time during which other grammars wait
 MAX_MESSAGE = 400  # characters; the compiler cites the grammar
 
 _LIMITS = LLParserLimits(
@@ -37,23 +37,23 @@ _LIMITS = LLParserLimits(
     step_max_items=20_000,
     max_lexer_states=20_000,  # about 2 KB each, per request
     max_grammar_size=200_000,
-    verbose_errors=False,  # or messages would cite what has been generated
+    verbose_errors=False,  # verbose messages would cite generated text
 )
-# The compiler's messages at its limits. Messages about faults in the text have a position.
+# The compiler's messages when a limit is exceeded. Messages about faults in the text begin with a position.
 _LIMIT_MET = re.compile(
     r"^(lexer|parser) |fuel exhausted|too big \(limit|size limit|recursion limit exceeded|too deeply nested|"
     r"maximum number of|unable to determine if regex is empty|too many (expressions|states|items|digits)",
     re.IGNORECASE,
 )
 
-# Not for an unsatisfiable definition: the reference to it may be optional.
+# Does not match an unsatisfiable definition, because the reference to it may be optional.
 _UNSATISFIABLE = re.compile("^(?!.*while processing).*(unsatisfiable|no output fits)", re.IGNORECASE)
 
-# An estimate of the memory of a compiled grammar, which is not counted: measured, 13 MB per second of compilation.
+# Estimates of the memory of a compiled grammar, which llguidance does not report. Measured: 13 MB per second of work.
 BYTES_PER_SECOND = 20 * 2**20
 BYTES_PER_CHARACTER = 64
-# Of the cache of grammars and refusals. An entry belongs to one owner: a hit is faster, so a shared entry would reveal
-# by its time what another owner has asked for.
+# The cache of grammars and refusals. An entry belongs to one owner: a hit is faster, so with shared entries the
+# response time would reveal what other owners have asked for.
 MAX_CACHED_GRAMMARS = 128
 MAX_CACHED_BYTES = 256 * 2**20
 
@@ -63,7 +63,7 @@ ANYBODY = Owner()
 class CompiledGrammar:
     """A grammar at its start. Matchers are copies of it.
 
-    It was compiled from `enforced`. `unenforced` names the keywords left out of the request's JSON Schema.
+    It was compiled from `enforced`. `unenforced` lists the keywords of the request's JSON Schema that were removed.
     """
 
     def __init__(self, prototype: LLMatcher, enforced: StructuredOutput, unenforced: tuple[str, ...] = ()) -> None:
@@ -72,7 +72,7 @@ class CompiledGrammar:
         self.unenforced = unenforced
 
     def leaving_out(self, unenforced: tuple[str, ...]) -> CompiledGrammar:
-        """Return the same grammar for a schema with these keywords, too."""
+        """Return the same grammar for a schema that also has these unenforced keywords."""
         return CompiledGrammar(self._prototype, self.enforced, unenforced)
 
     def matcher(self) -> LLMatcher:
@@ -83,7 +83,7 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles for one model, on threads of its own that release the interpreter lock. Thread-safe.
 
-    `vocab_size` is the model's, which may be padded beyond the tokenizer's: the padding is never allowed.
+    `vocab_size` is the model's. If it exceeds the tokenizer's, masks never allow the surplus ids.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -135,14 +135,14 @@ class GrammarCompiler:
     def _compile(self, owner: Owner, structured: StructuredOutput) -> CompiledGrammar:
         """Do the work of the queue's threads."""
         found = self._cache.find(owner.tenant, (owner.salt, structured))
-        if found is None:  # no other job has compiled it since the look into the cache before the queue
+        if found is None:  # no other job has compiled it while this one was queued
             started = time.thread_time()
             found = self._outcome(structured)
             seconds = time.thread_time() - started
             num_bytes = int(seconds * BYTES_PER_SECOND) + structured.size * BYTES_PER_CHARACTER
             self._cache.keep(owner.tenant, (owner.salt, structured), found, num_bytes)
             if isinstance(found, CompiledGrammar) and found.enforced != structured:
-                # The core will ask for this one.
+                # The core will look up the enforced grammar.
                 self._cache.keep(owner.tenant, (owner.salt, found.enforced), found, found.enforced.size)
         return _unless_refused(found)
 
@@ -157,14 +157,14 @@ class GrammarCompiler:
         except InvalidRequest as error:
             return error
         except RecursionError:
-            return found  # an error that says that it is nested too deeply
+            return found  # the error "nested too deeply"
         if not unenforced and len(structured.value) <= MAX_GRAMMAR_CHARACTERS:
             return found
         found = self._whole(enforced)
         return found.leaving_out(unenforced) if isinstance(found, CompiledGrammar) else found
 
     def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
-        """Compile all of a grammar, without leaving out keywords."""
+        """Compile the whole grammar, including all keywords."""
         try:
             structs.replace(structured, lenient=False).check()
             text = to_llguidance(structured, self._special_tokens())
@@ -184,7 +184,7 @@ class GrammarCompiler:
         """Follow the grammar for a few allowed tokens. Return it at its start, or with its error.
 
         Most grammars that are too complex to follow fail here, where they can still be refused. And the lexer, which
-        builds its states lazily, does its most expensive work here and not in each copy.
+        builds its states lazily, does its most expensive work here once, not in each copy.
         """
         fresh = prototype.deep_copy()
         mask = np.zeros(self.mask_words_of_tokenizer, dtype=np.uint32)
@@ -225,15 +225,15 @@ class _Tokens:
         self._special = frozenset(self.special_token_ids)
         self._id_of = {text: token_id for token_id, text in enumerate(tokens) if token_id not in self._special}
         self._longest = max(map(len, self._id_of))
-        # Sentencepiece puts a space before a text, but not after a control character.
+        # Sentencepiece adds a space at the start of a text, but not after a control character.
         self._before = "" if vocabulary.is_byte_level else "\x02"
         self._num_before = len(self._encode(self._before))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return the tokens of a text as the model would write it. If only one text can follow, only they are allowed.
+        """Return the tokens of a text as the model would write it. If only this text can follow, only they are allowed.
 
-        If they do not give exactly the text, because it is normalized or contains the spelling of a special token,
-        return the longest tokens that spell it.
+        If the tokenizer's tokens do not decode to exactly the text, because it is normalized or contains the text of a
+        special token, return the longest tokens that spell it.
         """
         as_bytes = text.encode() if isinstance(text, str) else text
         as_text = as_bytes.decode(errors="replace")
@@ -261,11 +261,11 @@ class _Tokens:
 
 def _unless_refused(found: CompiledGrammar | InvalidRequest) -> CompiledGrammar:
     if isinstance(found, InvalidRequest):
-        raise InvalidRequest(str(found), param=found.param, code=found.code)  # each with a traceback of its own
+        raise InvalidRequest(str(found), param=found.param, code=found.code)  # a new error, for a new traceback
     return found
 
 
 def _first_words(error: str) -> str:
-    """Return the compiler's message as a sentence, without its mark."""
+    """Return the first line of the compiler's message as a sentence."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
     return f"{text.removesuffix('.')}." if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

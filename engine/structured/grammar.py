@@ -1,7 +1,7 @@
 """The translation of a `StructuredOutput` into the text that llguidance compiles.
 
 llguidance's notation is Lark's with extensions: ``%json {...}`` is a JSON Schema as a rule, ``<[7]>`` is the token with
-that id, and a terminal marked ``[lazy]`` ends as early as it can.
+that id, and a terminal marked ``[lazy]`` matches as little text as possible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEFINITION = re.compile(r"^[ \t]*[!?]?\w[^\"'/\n]*:", re.MULTILINE)
 _START = re.compile(r"^[ \t]*start[ \t]*:(?!:)", re.MULTILINE)
 _WITH_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.GRAMMAR, StructuredOutputKind.STRUCTURAL_TAG)
 _ANY_TEXT = r"/(.|\n)*/"
-_NO_FORCING = '%llguidance {"no_forcing": true}'  # the last one of a grammar wins
+_NO_FORCING = '%llguidance {"no_forcing": true}'  # if a grammar has several, the last one counts
 
 
 def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
@@ -66,11 +66,11 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
 
 
 def _check_name_patterns(structured: StructuredOutput) -> None:
-    """Raise InvalidRequest if the schemas have too many different patterns in `patternProperties`, all together."""
+    """Raise InvalidRequest if all schemas together have too many different patterns in `patternProperties`."""
     waiting: list[Any] = []
     if structured.kind is StructuredOutputKind.GRAMMAR:
         for found in _EMBEDDED_JSON.finditer(structured.value):
-            with suppress(ValueError, RecursionError):  # llguidance refuses it with the reason
+            with suppress(ValueError, RecursionError):  # llguidance will refuse it and say why
                 waiting.append(_DECODER.raw_decode(structured.value, found.end())[0])
     else:
         waiting.append(_parsed(structured.value))
@@ -89,10 +89,10 @@ def _check_name_patterns(structured: StructuredOutput) -> None:
 
 
 def _may_never_end(structured: StructuredOutput) -> bool:
-    """Return True if a terminal of the client may match what has to follow it, such as ``/a+/ "a"``.
+    """Return True if a terminal of the client may also match the text that must follow it, as in ``/a+/ "a"``.
 
     Then the next byte is forced forever, and the compiler, which looks ahead for forced bytes, would not return. In
-    JSON without the client's own whitespace a mark ends every terminal.
+    JSON without the client's own whitespace, punctuation ends every terminal.
     """
     if structured.kind is StructuredOutputKind.GRAMMAR or structured.whitespace_pattern is not None:
         return True
@@ -119,15 +119,15 @@ def _grammar(structured: StructuredOutput, special_tokens: Mapping[str, int]) ->
 
 
 def refused(reason: str, *, code: str | None = None) -> InvalidRequest:
-    """Return the refusal of a grammar. The dialects replace `structured_output` by the client's name of the field."""
+    """Return the error that refuses a grammar. The dialects replace `structured_output` by their name of the field."""
     return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output", code=code)
 
 
 def supported_part(structured: StructuredOutput) -> tuple[StructuredOutput, tuple[str, ...]]:
     """Return a lenient `StructuredOutput` without the keywords that llguidance lacks, and the names of these keywords.
 
-    Of tags, only the lenient ones lose keywords. Raises InvalidRequest for what is no JSON, RecursionError for what is
-    nested too deeply.
+    Only lenient tags lose keywords. Raises InvalidRequest for invalid JSON, and RecursionError for a schema nested too
+    deeply.
     """
     value = _parsed(structured.value)
     is_tagged = structured.kind is StructuredOutputKind.STRUCTURAL_TAG
@@ -151,11 +151,11 @@ def _parsed(value: str) -> Any:
 
 
 def _json_schema(schema: Any, structured: StructuredOutput) -> str:
-    """Return a JSON Schema with options of llguidance, as JSON. Options of the request override the schema's own."""
+    """Return a JSON Schema with llguidance's options, as JSON. Options of the request override those in the schema."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise refused("a JSON Schema must be an object or true; false fits nothing.")
+        raise refused("a JSON Schema must be an object or true; false allows no value.")
     options = schema.get("x-guidance")
     whitespace = JSON_WHITESPACE if structured.whitespace_pattern is None else structured.whitespace_pattern
     ours: dict[str, Any] = {"lenient": False, "whitespace_flexible": structured.any_whitespace}
@@ -172,7 +172,7 @@ def _json_schema(schema: Any, structured: StructuredOutput) -> str:
 
 
 def _choice(texts: Sequence[str]) -> str:
-    # One terminal for all of them: a rule with thousands of alternatives would break the parser's limits.
+    # One terminal for all choices: a rule with thousands of alternatives would exceed the parser's limits.
     return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, texts))}"
 
 
@@ -197,7 +197,7 @@ def _from_gbnf(text: str) -> str:
         return gbnf_to_lark(text)
     except RecursionError:
         raise refused("it is nested too deeply.") from None
-    except Exception as error:  # the translator raises its own error for some faults only
+    except Exception as error:  # some faults raise other errors than the translator's own
         raise refused(f"it is not valid GBNF: {error}") from None
 
 
@@ -205,7 +205,7 @@ def _from_gbnf(text: str) -> str:
 
 
 def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str], before: Sequence[str]) -> str:
-    """Return Lark for text between two tags, followed by `before` and `grammar`. Tags and `before` are Lark's literals.
+    """Return Lark: text between two tags, then `before` and `grammar`. Tags and `before` are given as Lark literals.
 
     Without an opening tag the prompt has begun the reasoning; with one, the reasoning is optional.
     """
@@ -234,11 +234,11 @@ def _as_lark(grammar: str) -> str:
 
 
 def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
-    """Return Lark for a value of `protocol.syntax.grammars.tagged_json`."""
+    """Return the Lark grammar for a value of `protocol.syntax.grammars.tagged_json`."""
     tags, triggers = value["tags"], value["triggers"]
     lines: list[str] = []
     inside = [_between_tags(tag, structured, value["required"]) for tag in tags]
-    rules = {text: f"inside_{number}" for number, text in enumerate(dict.fromkeys(inside))}  # most are alike
+    rules = {text: f"inside_{number}" for number, text in enumerate(dict.fromkeys(inside))}  # mostly equal
     lines += [f"{rule}: {text}" for text, rule in rules.items()]
 
     def literal(text: str) -> str:
@@ -257,12 +257,12 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
         if not begun:
             continue
         pieces = _pieces(trigger, special_tokens)
-        if pieces[0].startswith("<["):  # a special token, which text cannot contain
+        if pieces[0].startswith("<["):  # a special token, which text never contains
             lines.append(f"head_{number}: TEXT {' '.join(pieces)}")
         elif len(pieces) == 1:
             lines.append(f"head_{number}[lazy]: TEXT {pieces[0]}")
         else:
-            raise refused(f"the trigger {trigger!r} must begin with the special token that it contains.")
+            raise refused(f"the trigger {trigger!r} contains a special token, so it must begin with it.")
         rest = (
             f"{literal(tag['begin'].removeprefix(trigger))} {rules[inside[n]]} {literal(tag['end'])}"
             for n, tag in begun
@@ -283,12 +283,12 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
 
 
 def _grammar_of(start: str, lines: Sequence[str]) -> str:
-    # `start` comes first, so that it is not confused with the `start` of a grammar inside.
+    # `start` comes first, because a nested grammar has its own `start`.
     return "\n".join(["%llguidance {}", f"start: {start}", *lines])
 
 
 def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required: bool) -> str:
-    """Return the right side of the rule for the content of a tag."""
+    """Return the right-hand side of the rule for a tag's content."""
     if "schema" not in tag:
         return "TEXT"
     if "regex" not in tag:
@@ -298,7 +298,7 @@ def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required
     except InvalidRequest:
         if required:
             raise
-        return f"%lark {{\nstart: /{_ANY_QUOTED}/\n}}"  # without a required call, the pattern is not enforced
+        return f"%lark {{\nstart: /{_ANY_QUOTED}/\n}}"  # if no call is required, the pattern is not enforced
 
 
 def _trigger_of(begin: str, triggers: Iterable[str]) -> str | None:
@@ -316,13 +316,13 @@ def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
 
 # --- regular expressions behind JSON's escapes
 #
-# The text of a custom tool is one string in a call's arguments, so its pattern has to match the escaped string. Each
-# character is escaped by itself, and no code is the beginning of another: so it is enough to escape each atom of the
-# pattern.
+# The text of a custom tool is one string in a call's arguments, so its pattern has to match the escaped string.
+# Characters are escaped one by one, and no escape sequence is a prefix of another: so it is enough to escape each atom
+# of the pattern.
 
 _ESCAPES = {
     character: msgspec.json.encode(character).decode()[1:-1]
-    for character in [*map(chr, range(0x20)), '"', "\\"]  # those that JSON only takes escaped
+    for character in [*map(chr, range(0x20)), '"', "\\"]  # characters that JSON takes only in escaped form
 }
 _PLAIN = r'[^"\\\x00-\x1F]'
 _SHORT = {character: code[1] for character, code in _ESCAPES.items() if len(code) == 2}
@@ -340,17 +340,17 @@ _REGEX_ATOM = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_IN_LITERAL = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # of Lark's regular expressions
+_IN_LITERAL = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # flags of Lark's regular expressions
 
 
 def _quoted_regex(pattern: str) -> str:
-    """Return the regular expression for the same texts as escaped JSON strings."""
+    """Return the regular expression that matches the same texts in their escaped JSON form."""
     literal = re.sub(r"\\.|/|\n", lambda found: _IN_LITERAL.get(found[0], found[0]), pattern, flags=re.DOTALL)
     return "".join(_atoms(literal))
 
 
 def _with_ascii_digits(atom: str) -> str:
-    """Return a set or an escape with ASCII's digits, which JSON Schema's patterns mean."""
+    """Return a set or an escape with `\\d` limited to ASCII digits, as in JSON Schema's patterns."""
     if atom.startswith("["):
         return re.sub(r"\\(.)", lambda each: "0-9" if each[1] == "d" else each[0], atom, flags=re.DOTALL)
     return "[0-9]" if atom == r"\d" else atom
@@ -368,7 +368,7 @@ def _atoms(pattern: str) -> Iterator[str]:
             raise _unquotable(atom[:20])
         if found["set"] or found["one"]:
             is_repeated = pattern[position : position + 1] in ("*", "+", "?", "{")
-            # A code of two characters has to be repeated as one.
+            # An escape sequence of two characters must be repeated as a whole.
             yield _one_character(f"\\{atom}" if is_repeated and atom in _ESCAPES else atom)
         else:
             yield atom
@@ -376,7 +376,7 @@ def _atoms(pattern: str) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _one_character(atom: str) -> str:
-    """Return the atom for the codes of the characters that `atom` matches."""
+    """Return the atom that matches the escaped forms of the characters that `atom` matches."""
     if atom.startswith(r"\p"):  # letters, marks and numbers
         return atom
     if atom in _ESCAPES or (len(atom) == 1 and atom != "."):
@@ -398,7 +398,7 @@ def _one_character(atom: str) -> str:
     codes += [f"u00(?:{long})"] if long else []
     escaped = rf"(?-i:\\(?:{'|'.join(codes)}))"
     if atom[0] != "[" and atom not in (".", r"\D", r"\W", r"\S", r"\s"):
-        return escaped  # one character and no more
+        return escaped  # exactly one character
     plain = _PLAIN if atom == "." else f"[{atom}&&{_PLAIN}]"
     return f"(?:{plain}|{escaped})"
 
@@ -420,9 +420,9 @@ _COMBINING = re.compile(r'"(?:allOf|anyOf|oneOf|patternProperties)"\s*:|"\$ref"\
 
 
 def _excessive_divisor(text: str, *, combined: bool) -> str | None:
-    """Return the complaint about the values of `multipleOf` in a text with JSON Schemas; None if they are allowed.
+    """Return an error message about the values of `multipleOf` in a text with JSON Schemas; None if they are allowed.
 
-    `combined` means that its schemas may be alternatives for one value. The text is searched and not parsed, so that
+    `combined` means that several of its schemas may apply to one value. The text is searched, not parsed, so
     `multipleOf` is found at any depth and in any notation, but also in examples, where it has no effect.
     """
     text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
@@ -451,12 +451,12 @@ def _excessive_divisor(text: str, *, combined: bool) -> str | None:
 
 
 def _states(number: str) -> int:
-    """Return a divisor without its decimal point, which is the number of remainders; 0 for text that is no number."""
+    """Return the number of remainders of a divisor: its digits without the point; 0 if it is no number."""
     try:
         value = Decimal(repr(abs(float(number)))).normalize()  # as the compiler reads it
     except ValueError:
         return 0
     _, digits, exponent = value.as_tuple()
-    if not isinstance(exponent, int) or exponent > 10:  # infinite, or as good as
+    if not isinstance(exponent, int) or exponent > 10:  # infinite or nearly so
         return MAX_DIVISOR + 1
     return int("".join(map(str, digits)) + "0" * exponent)

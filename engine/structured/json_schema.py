@@ -1,4 +1,4 @@
-"""Prepare a client's JSON Schema for llguidance, and leave out the keywords that llguidance lacks."""
+"""Prepare a client's JSON Schema for llguidance, and remove the keywords that llguidance does not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from llguidance import LLMatcher
 
 # The formats that JSON Schema defines (draft 2020-12, validation, 7.3). The compiler enforces some of them and refuses
-# the others by name. Any other `format` is a remark: OpenAPI's int32, double, password and so on.
+# the others by name. Any other `format` (OpenAPI's int32, double, password and so on) is an annotation.
 _ENFORCED_FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 STANDARD_FORMATS = _ENFORCED_FORMATS | {
     *("idn-email", "idn-hostname", "uri-reference", "uri-template", "iri", "iri-reference"),
@@ -22,7 +22,7 @@ _UNSUPPORTED = {
     *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
     *("$dynamicRef", "$recursiveRef", "$dynamicAnchor", "$recursiveAnchor"),
 }
-MAX_PATTERNS = 64  # per request, that are compiled on their own to see whether llguidance supports them
+MAX_PATTERNS = 64  # patterns per request that are compiled separately, to see whether llguidance supports them
 _SAYS_MORE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _SCHEMA = (
     *("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames"),
@@ -30,7 +30,7 @@ _SCHEMA = (
 )
 _LIST_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAP_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# What only people read, in whatever form they wrote it; and the draft, since what is left is the latest.
+# Annotations, which may have any form; and `$schema`, because the result is always in the latest draft.
 _REMARKS = {
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "discriminator", "externalDocs", "xml"),
@@ -38,24 +38,24 @@ _REMARKS = {
 
 
 def prepared(schema: Any, *, closed: bool) -> Any:
-    """Return a copy in the words of draft 2020-12, without remarks and without keywords that demand nothing.
+    """Return a copy in the keywords of draft 2020-12, without annotations and without keywords that have no effect.
 
-    Of older drafts and of OpenAPI 3.0, arrays as `items`, bounds that are true or false, and `nullable` are understood.
-    A `oneOf` becomes an `anyOf` if its branches exclude each other. If `closed`, objects take no properties but those
-    that they declare or require, unless they say more about others. A value that is no schema is returned unchanged.
+    It also translates arrays as `items`, true or false as exclusive bounds, and `nullable` (older drafts, OpenAPI 3.0).
+    A `oneOf` becomes an `anyOf` if its branches exclude each other. If `closed`, objects take only properties that they
+    declare or require, unless a keyword describes others. A value that is no schema is returned unchanged.
     """
     if not isinstance(schema, dict):
         return schema
     schema = {key: value for key, value in schema.items() if key != "nullable"}
-    # Within a part that has an address of its own, references mean places in that part.
+    # Within a subschema that has its own `$id`, references are relative to that subschema.
     return _prepared(schema, closed, None if _addresses({**schema, "$id": None}) else schema)
 
 
 def without_unsupported(schema: dict[str, Any], known: dict[str, bool]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a `prepared` schema without the keywords that llguidance lacks, and the names of these keywords.
+    """Return a `prepared` schema without keywords that llguidance does not support, and the names of those.
 
-    The result takes every value that `schema` takes, and more. A `oneOf` becomes an `anyOf`. `known` keeps which
-    patterns llguidance takes, for all schemas of a request.
+    The result accepts every value that `schema` accepts, and more. A `oneOf` becomes an `anyOf`. `known` caches which
+    patterns llguidance supports, for all schemas of a request.
     """
     unenforced: dict[str, None] = {}
     addresses = _addresses(schema)
@@ -75,7 +75,7 @@ def without_unsupported(schema: dict[str, Any], known: dict[str, bool]) -> tuple
             case "patternProperties", dict():
                 names: dict[str, Any] = {name: {} for name in value}
                 return len(names) <= MAX_PATTERNS and compiles({"type": "object", "patternProperties": names})
-            case "additionalProperties", _:  # means the properties that match no pattern
+            case "additionalProperties", _:  # it applies to properties that match no pattern
                 return supports("patternProperties", part.get("patternProperties"), part)
             case "oneOf", _:
                 return "anyOf" not in part
@@ -112,7 +112,7 @@ def _prepared(schema: Any, closed: bool, root: Any) -> Any:
     if "anyOf" not in copy and _exclude_each_other(copy.get("oneOf"), root):
         copy = _with_any_of(copy)
     if isinstance(address := copy.get("$id"), str) and "#" in address:
-        copy["$id"] = address.partition("#")[0]  # older drafts had names there, and generators the place itself
+        copy["$id"] = address.partition("#")[0]  # older drafts put anchors there, and generators its position
         if not copy["$id"]:
             del copy["$id"]
     _use_latest_words(copy)
@@ -120,7 +120,7 @@ def _prepared(schema: Any, closed: bool, root: Any) -> Any:
         declared = copy["properties"]
         copy["properties"] = declared | {name: {} for name in _required(copy) if name not in declared}
         copy["additionalProperties"] = False
-    # Each of `allOf` declares a part: closed, one would forbid what another asks for.
+    # Each schema of `allOf` declares a part of the properties: if closed, it would forbid the others.
     replace_subschemas(copy, lambda key, entry: _prepared(entry, closed and key != "allOf", root))
     return _or_null(copy) if copy.pop("nullable", False) is True else copy
 
@@ -156,7 +156,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_subschemas(schema: dict[str, Any], replacement: Callable[[str, Any], Any]) -> None:
-    """Replace each schema directly in this one; `replacement` gets the keyword that has it, and the schema."""
+    """Replace each direct subschema by `replacement(keyword, subschema)`."""
     for key, value in schema.items():
         if key in _MAP_OF_SCHEMAS and isinstance(value, dict):
             schema[key] = {name: replacement(key, entry) for name, entry in value.items()}
@@ -169,12 +169,13 @@ def replace_subschemas(schema: dict[str, Any], replacement: Callable[[str, Any],
 
 
 def _with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Rename `oneOf` in its position: the model writes properties in the order of the keywords that declare them."""
+    """Rename `oneOf` to `anyOf` in place: models write properties in the order of the declaring keywords."""
     return {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
 
 
 def _exclude_each_other(options: Any, root: Any) -> bool:
-    """Return True if types differ, or constants of one required property. References lead into `root`, if given."""
+    """Return True if no value fits two options: their types differ, or the constants of one required property.
+    References are resolved in `root`, if given."""
     if not isinstance(options, list):
         return False
     branches = [resolved(root, each["$ref"]) if isinstance(each, dict) and "$ref" in each else each for each in options]
@@ -191,7 +192,7 @@ def _tells_apart(name: str, objects: Sequence[dict[str, Any]]) -> bool:
     for each in objects:
         declared = properties.get(name) if isinstance(properties := each.get("properties"), dict) else None
         values = declared.get("enum", [declared.get("const")]) if isinstance(declared, dict) else [None]
-        # The first value that was seen ends the loop. So however often one schema is referred to, it is read twice.
+        # The first repeated value ends the loop, so a schema is read at most twice, however often it is referred to.
         is_constant = isinstance(values, list) and all(isinstance(value, str | int) for value in values)
         if not is_constant or not seen.isdisjoint(values):
             return False
@@ -205,7 +206,7 @@ def _required(schema: dict[str, Any]) -> dict[str, None]:
 
 
 def resolved(root: Any, reference: Any) -> Any:
-    """Return the part of a document that a reference such as ``#/$defs/a`` names; None if there is none."""
+    """Return the part of a document that a reference such as ``#/$defs/a`` points to; None if there is none."""
     if not isinstance(reference, str) or reference[:1] != "#" or reference[1:2] not in ("", "/"):
         return None
     found = root
@@ -221,11 +222,11 @@ def resolved(root: Any, reference: Any) -> Any:
 
 
 def _addresses(schema: Any, base: str = "") -> set[str]:
-    """Return the addresses that a schema and those in it have by `$id`, as written and in full."""
+    """Return the `$id`s of a schema and its subschemas, as written and as full URLs."""
     found: set[str] = set()
     if isinstance(schema, dict):
         if isinstance(given := schema.get("$id"), str) and (address := given.partition("#")[0]):
-            with suppress(ValueError):  # for what is no URL
+            with suppress(ValueError):  # not a URL
                 base = urljoin(base, address)
             found = {address, base}
         replace_subschemas(dict(schema), lambda _, entry: found.update(_addresses(entry, base)))
@@ -233,12 +234,12 @@ def _addresses(schema: Any, base: str = "") -> set[str]:
 
 
 def _may_count(schema: dict[str, Any]) -> bool:
-    # Undeclared names may repeat in the text, and count once in the object.
+    # The model may write an undeclared name twice, but it counts as one property.
     return not isinstance(least := schema.get("minProperties"), int | float) or least <= len(_required(schema)) + 1
 
 
 def uncountable(schema: Any) -> str | None:
-    """Return why no grammar can enforce a `minProperties` in a schema, in words; None if there is no such one."""
+    """Return an error message if a schema has a `minProperties` that no grammar can enforce, else None."""
     if not isinstance(schema, dict):
         return None
     if not _may_count(schema):

@@ -1,4 +1,4 @@
-"""The grammars of running requests: compiled while the engine makes steps, masks computed while the device does.
+"""The grammars of running requests. They are compiled while steps run; masks are computed while the device works.
 
 Owned by the EngineCore. Methods are called on the engine's thread; the work is done on threads of this module and of
 the compiler, where llguidance releases the interpreter lock.
@@ -39,10 +39,10 @@ class StructuredOutputManager:
         self._allowed: tuple[tuple[int, ...], NDArray[np.uint32]] = (), np.empty(0, np.uint32)  # of the latest request
         self._compiling: set[Future[CompiledGrammar]] = set()
         self._fillers = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="token-masks")
-        self._fillers.submit(compiler.build_tokenizer)  # now, and not while requests run
+        self._fillers.submit(compiler.build_tokenizer)  # early, so that no request waits for it
 
     def on_add(self, request: EngineCoreRequest) -> TokenMatcher | None:
-        """Return the matcher of a new request, None if it needs none. It is ready when its grammar is compiled."""
+        """Return the matcher of a new request; None if it needs none. Masks need its grammar compiled."""
         sampling = request.sampling
         grammar = None if sampling.structured_output is None else self._start_grammar(request)
         matcher: TokenMatcher | None = grammar
@@ -62,7 +62,7 @@ class StructuredOutputManager:
         return matcher
 
     def _mask_of(self, token_ids: tuple[int, ...]) -> NDArray[np.uint32]:
-        """Return the mask that allows these tokens. The choices of a request arrive in a row and share it."""
+        """Return the mask that allows these tokens. The choices of a request arrive one after another and share it."""
         if self._allowed[0] != token_ids:
             self._allowed = token_ids, mask_of(token_ids)
         return self._allowed[1]
@@ -80,7 +80,7 @@ class StructuredOutputManager:
             _, self._compiling = wait(self._compiling, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
     def before_submit(self, plan: SchedulerOutput) -> None:
-        """Begin to compute the plan's masks, if it has requests that need some."""
+        """Begin to compute the plan's masks, if any of its requests needs one."""
         matchers = self._matchers_of(plan)
         if not matchers:
             return

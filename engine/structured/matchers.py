@@ -1,7 +1,7 @@
 """A request's position in its grammar, token rules and the thinking budget.
 
 A matcher belongs to a request. The scheduler advances it, on the engine's thread; the manager's threads compute its
-masks. A step waits for its masks before it samples, but after a step that fails a mask may still be being computed.
+masks. A step waits for its masks before it samples, but when a step fails, its masks may still be under computation.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from engine.errors import InvalidRequest
 from engine.messages import GRAMMAR_TOO_COMPLEX, Refusal
 from engine.structured.compiler import CompiledGrammar
 
-# The processor time that the masks of one request may take: a fixed part, and a part for every token. Most masks take
-# microseconds; a slow grammar would delay all requests of the same steps.
+# The CPU time that the masks of one request may take: a fixed part, and a part per token. Most masks take microseconds;
+# a slow grammar would delay all requests in the same steps.
 SECONDS_AT_ONCE = 1.0
 SECONDS_PER_TOKEN = 0.002
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 _NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance's message; all its other errors are about its limits
 _TOO_COMPLEX = Refusal(
-    "structured_output became too complex to follow within the answer. Allow fewer alternatives at a time.",
+    "structured_output became too complex while the answer was generated. Allow fewer alternatives at a time.",
     param="structured_output",
     code=GRAMMAR_TOO_COMPLEX,
 )
 _TOO_SLOW = Refusal(
-    "structured_output takes too long to follow. Allow fewer alternatives at a time.",
+    "structured_output takes too much computing time. Allow fewer alternatives at a time.",
     param="structured_output",
     code=GRAMMAR_TOO_COMPLEX,
 )
@@ -117,14 +117,14 @@ class GrammarMatcher(TokenMatcher):
         return self._matcher is not None
 
     def accept(self, token_id: int) -> bool:
-        """Advance. Set `error` if the grammar takes too much work, or if the token is not allowed, which would be a bug
-        of Headrace."""
+        """Advance. Set `error` if the grammar takes too much computing time, or if the token is not allowed (a bug of
+        Headrace)."""
         assert self._matcher is not None
         self._num_tokens += 1
         with self._lock:
             followed = not self._matcher.is_error() and self._matcher.consume_token(token_id)
         if not followed:
-            # llguidance's message cites tokens, but a model's output must not be logged.
+            # llguidance's message contains tokens, but a model's output must not be logged.
             if _NOT_ALLOWED in self._matcher.get_error():
                 self._error = "a token was sampled that the grammar does not allow"
             else:
@@ -192,7 +192,7 @@ class TokenRules(TokenMatcher):
                 mask[token_id // 32] &= ~(np.uint32(1) << np.uint32(token_id % 32))
         if not mask.any():
             names = [*self._names, *(["structured_output"] if self._inner is not None else [])]
-            reason = "leave no token that may come next. Allow more tokens or leave one of them out."
+            reason = "together allow no next token. Allow more tokens or leave one of these fields out."
             self._refuse(Refusal(f"{' and '.join(names)} {reason}", param=names[-1]))
             mask[:] = ALL_TOKENS
 
@@ -228,10 +228,10 @@ MAX_EXCESS = 3  # bytes of a UTF-8 character after its first
 class ThinkingBudget(TokenMatcher):
     """Ends the reasoning at a budget. The `inner` matcher is the request's other one, if any.
 
-    `tags` are the tags around the reasoning; an empty first one means that the prompt has opened it. `closing` has the
-    tokens of the second tag, which come in addition to the budget. All tokens before them count, the opening tag
-    included: they are the `reasoning_tokens` of usage. An unfinished character is completed first, in at most three
-    tokens.
+    `tags` are the tags around the reasoning; an empty first tag means that the prompt has opened it. `closing` has the
+    tokens of the second tag, which do not count for the budget. All tokens before them count, the opening tag included:
+    they are the `reasoning_tokens` of usage. When the budget ends within a character, the character is completed first,
+    in at most three tokens.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ThinkingBudget(TokenMatcher):
         self._token_bytes = token_bytes
         self._is_open = not self._opening
         self._is_over = False
-        self._seen = b""  # all bytes before the opening tag; in the reasoning, as many as the closing tag may overlap
+        self._seen = b""  # all bytes before the opening tag; in the reasoning, those that may begin the closing tag
         self._num_tokens = 0
         self._num_forced = 0  # tokens of the closing tag that were forced
 
@@ -288,15 +288,15 @@ class ThinkingBudget(TokenMatcher):
                 self._is_over = not self._opening.startswith(start)
                 return
             self._is_open, self._seen = True, start.removeprefix(self._opening)
-        # A forced tag is complete with its last token, whatever the bytes of the tokens are.
+        # A forced tag is complete after its last token, even if the tokens' bytes differ from the tag.
         self._is_over = self._closing in self._seen or self._num_forced == len(self._closing_ids)
         self._seen = self._seen[-len(self._closing) :]
 
 
 def _ends_within_character(text: bytes) -> bool:
-    """Return True if UTF-8 text ends within a character."""
+    """Return True if UTF-8 bytes end within a character."""
     for behind, byte in enumerate(reversed(text[-MAX_EXCESS:]), 1):
-        if byte & 0xC0 != 0x80:  # the first one of a character
+        if byte & 0xC0 != 0x80:  # the first byte of a character
             length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
             return length > behind
     return False

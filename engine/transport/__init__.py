@@ -1,12 +1,12 @@
-"""The way between the front end and the engine: commands in, events out.
+"""The connection between front end and engine: commands go in, events come out.
 
 In reading order:
 
 channel         The inbox and outbox of an engine in a thread.
-client          `EngineClient`, the front end's interface, the engine's thread, and open questions.
+client          `EngineClient`, the front end's interface; an engine in a thread; open questions.
 wire            Messages between processes as msgpack, and the addresses of their sockets.
-process_client  `EngineClient` over an engine process of this machine.
+process_client  `EngineClient` for an engine process on this machine.
 process_core    The engine's side of a process boundary.
-replica         One engine of several, with its restarts.
-data_parallel   `EngineClient` over several engines.
+replica         One engine of several, and the merging of their events.
+data_parallel   `EngineClient` for several engines, and their restarts.
 """

@@ -4,8 +4,8 @@
     outbox  engine → event loop   events, one batch per step; the engine never waits for the loop
 
 1. Both directions are synchronous puts on unbounded queues, so an abort works inside a cancelled scope without a shield
-   and cannot be lost. Admission bounds the inbox. The outbox is bounded because the engine only produces for requests
-   that are open in the front end, and because the front end merges the deltas of a slow reader.
+   and cannot be lost. Admission bounds the inbox. The outbox is bounded because the engine produces only for requests
+   that are open in the front end, and the front end merges the deltas of slow readers.
 2. The loop is woken at most once per step, and not at all while an earlier wake-up is pending.
 """
 
@@ -32,8 +32,8 @@ Deliver = Callable[[list[Event]], None]
 
 
 def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
-    """Return `deliver` with a guard: if it fails, `end` must end the engine, and EngineDied is delivered as the last
-    event. A loop that logs the failure and goes on would lose the outputs in these events."""
+    """Wrap `deliver`: if it fails, call `end`, which must end the engine, and deliver EngineDied as the last event. If
+    the loop only logged the failure and went on, the outputs in these events would be lost."""
     is_over = False
 
     def take(events: list[Event]) -> None:
@@ -44,7 +44,7 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
             deliver(events)
         except Exception as error:
             is_over = True
-            logger.critical("Events of the engine could not be delivered; the engine is stopped", exc_info=True)
+            logger.critical("Events of the engine could not be delivered; stopping the engine", exc_info=True)
             end()
             died = EngineDead(f"events of the engine could not be delivered ({type(error).__name__})")
             died.__cause__ = error
@@ -56,7 +56,7 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
 class EngineChannel:
     """A channel to an engine: its inbox, and in subclasses its outbox.
 
-    One thread puts commands in, the engine's thread takes them out.
+    One thread puts commands in; the engine's thread takes them out.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class RequestChannel(EngineChannel):
             self._wake_up_pending = True
             try:
                 self._call_soon(self._drain_outbox)
-            except RuntimeError:  # trio.RunFinishedError is one, asyncio raises it plainly
+            except RuntimeError:  # asyncio raises it, trio a subclass: the loop has ended
                 self._outbox.clear()
 
     def _drain_outbox(self) -> None:

@@ -24,24 +24,24 @@ from engine.transport.channel import Deliver, EngineChannel, RequestChannel, or_
 
 
 class EngineClient(Protocol):
-    """Synchronous, non-blocking puts down; `deliver` calls on the event loop up.
+    """The front end's interface to an engine. `send` never blocks; events arrive by `deliver`, on the event loop.
 
     `deliver` gets one EngineReady, then one EngineCoreOutputs per step, and at last one EngineDied.
     """
 
     def running(self, deliver: Deliver) -> AbstractAsyncContextManager[None]:
-        """Start the engine; on leaving, end it and wait until it has ended."""
+        """Start the engine; on leaving the block, end it and wait for its end."""
         ...
 
     def send(self, command: Command) -> None:
-        """Send a command; the engine carries commands out in order. Never waits, so it works in a cancelled scope.
-        Without an engine nothing happens."""
+        """Send a command; the engine carries out commands in order. Never waits, so it works in a cancelled scope. Does
+        nothing without an engine."""
         ...
 
     async def query(self, question: Question) -> dict[int, Answer]:
         """Return the answer of each live engine, by its number. Engines answer between two steps, after the commands
-        that were sent before. Raises EngineDead if no engine lives until it has answered, RequestFailed if the engine
-        cannot answer."""
+        that were sent before. Raises EngineDead if every engine ends before it has answered, and RequestFailed if an
+        engine cannot answer."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class ThreadClient:
             try:
                 yield
             finally:
-                # Even a cancelled scope waits for its worker thread, which this ends.
+                # Even a cancelled scope waits for its worker thread; Close ends the thread.
                 self._channel.put(Close())
 
     def send(self, command: Command) -> None:
@@ -107,7 +107,7 @@ class ThreadClient:
 
 
 class Queries:
-    """Open questions to an engine, each until its answer or the engine's end.
+    """Open questions to an engine. A question is open until its answer arrives or the engine ends.
 
     Sends questions with `send`, and takes their answers out of the events that the engine delivers.
     """
@@ -139,7 +139,7 @@ class Queries:
         return event.answer
 
     def before(self, deliver: Deliver) -> Deliver:
-        """Return what takes the engine's events, and passes all but the answers on to `deliver`."""
+        """Return a receiver of the engine's events that takes out the answers and passes the rest to `deliver`."""
 
         def take(events: list[Event]) -> None:
             others: list[Event] = []
@@ -195,7 +195,7 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
             run_until_closed(core, channel)
         finally:
             core.shutdown()
-    except BaseException as error:  # a native library's panic is no Exception, and SystemExit would end the loop
+    except BaseException as error:  # also a panic of a native library, which is no Exception, and SystemExit
         channel.send(EngineDied(error))
     else:
         channel.send(EngineDied(EngineDead("the engine has been shut down")))

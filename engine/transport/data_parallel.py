@@ -1,11 +1,11 @@
-"""`EngineClient` over several engines (replicas), each with all the weights, its own cache and its own requests.
+"""`EngineClient` for several engines (replicas), each with all the weights, its own KV cache and its own requests.
 
-1. A replica that dies is started again; the others go on. Its waiting requests are given to another replica, once. The
-   other requests end with an error: one of them may have caused the death, and would cause the next one, too.
-2. If all replicas die repeatedly without a token in between, or one dies before all are loaded, the whole engine counts
+1. A replica that dies is started again; the others go on. Its waiting requests are given to another replica, once. Its
+   running requests end with an error: one of them may have caused the death, and would kill the next replica.
+2. If all replicas die repeatedly without a token in between, or one dies before all are loaded, the whole client counts
    as dead.
-3. The number of replicas follows the queues. A replica that is not wanted any more gets no new requests, and ends after
-   its last one.
+3. The number of replicas follows the length of the queues. A surplus replica gets no new requests, and ends after its
+   last request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # it brings ZMQ
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 5  # of each replica, in a row without a token; when all replicas have exceeded it, the engine is dead
+MAX_DEATHS = 5  # per replica, in a row without a token; when all replicas exceed it, the client is dead
 RESTART_SECONDS, MAX_DOUBLINGS = 0.5, 6  # between a death and the next start; doubled with each death in a row
 SHARING_SECONDS = 0.1  # between two `ChargeTenants`
 SIZING_SECONDS = 1.0  # between two decisions on the number of engines
@@ -78,7 +78,7 @@ class DataParallelClient:
 
     @property
     def last_progress(self) -> float:
-        """The heartbeat of the replica that has been busy without progress longest; if none is busy, the latest."""
+        """The heartbeat of the replica that has been busy without progress longest, or the latest if none is busy."""
         busy = [since for replica in self.replicas if (since := replica.busy_since) is not None]
         return min(busy) if busy else max(replica.client.last_progress for replica in self.replicas)
 
@@ -116,13 +116,13 @@ class DataParallelClient:
                 if not self._over:
                     self._end()
                     deliver([commands.EngineDied(EngineDead("the engine has been shut down"))])
-                task_group.cancel_scope.cancel()  # a cancelled replica still sends Close and waits
+                task_group.cancel_scope.cancel()  # on cancellation, replicas still send Close and wait
 
     def send(self, command: commands.Command) -> None:
         """Send a command about requests to the engines of these requests, any other command to every engine."""
         match command:
             case commands.AddRequests():
-                self._limits.hold(command)  # if no engine runs, until one does
+                self._limits.hold(command)  # if no engine runs, keep it until one does
                 self._start(command.choices[0].tenant)
             case commands.FinishRequests(request_ids, reason):
                 by_replica: dict[int, list[str]] = {}
@@ -140,13 +140,13 @@ class DataParallelClient:
                     self.replicas[index].client.send(command)
 
     def _start(self, tenant: str) -> None:
-        """Place the held prompts of the tenant that may run now."""
+        """Send the tenant's held prompts that may run now to engines."""
         while (alive := self._open()) and (prompt := self._limits.next(tenant)) is not None:
             assert isinstance(prompt, commands.AddRequests)
             self._place(prompt, alive)
 
     def _place(self, command: commands.AddRequests, alive: Sequence[int], *, again: bool = False) -> None:
-        """Choose an engine for the choices of a prompt and send them. A request is placed `again` only once."""
+        """Send a prompt's choices to one engine. `again`: retry after an engine died, at most once."""
         first = command.choices[0]
         index = self._router.choose(
             [request.request_id for request in command.choices],
@@ -186,12 +186,12 @@ class DataParallelClient:
         return [replica.index for replica in self.replicas if replica.engine_info is not None]
 
     def _open(self) -> list[int]:
-        """The engines that get requests: the wanted ones that live, or if there are none, all that live."""
+        """The engines that get requests: the live ones that are wanted, or if there are none, all live ones."""
         alive = self._alive()
         return [index for index in alive if self.replicas[index].is_wanted] or alive
 
     async def _follow(self) -> None:
-        """Adjust the number of replicas to the queues, again and again."""
+        """Adjust the number of replicas to the queues, every `SIZING_SECONDS`."""
         while True:
             await anyio.sleep(SIZING_SECONDS)
             if self._announced:
@@ -201,7 +201,7 @@ class DataParallelClient:
         before = self._fleet.size
         size = self._fleet.update(wanted, time.monotonic())
         if size != before:
-            logger.info("The number of engines changes from %d to %d", before, size)
+            logger.info("Changing the number of engines from %d to %d", before, size)
             by_worth = sorted(self.replicas, key=self._worth, reverse=True)
             for rank, replica in enumerate(by_worth):
                 replica.is_wanted = rank < size
@@ -213,8 +213,8 @@ class DataParallelClient:
                 self._router.forget(replica.index)
 
     def _worth(self, replica: Replica) -> tuple[bool, bool, float, int]:
-        """Return a sort key, greatest for the replicas to keep: the wanted ones before others, live ones before dead
-        ones, then those with most work and cache content of their own."""
+        """Return a sort key by which the replicas to keep are greatest: wanted ones, then live ones, then those with
+        the most open work and unique cache content."""
         is_alive, seconds = replica.engine_info is not None, self._router.seconds_lost_with(replica.index)
         return replica.is_wanted, is_alive, seconds, -replica.index
 
@@ -277,7 +277,7 @@ class DataParallelClient:
         return []
 
     def _mark_dead(self, replica: Replica, died: commands.EngineDied) -> commands.Event:
-        """End the requests of a replica that has died, or the whole engine; return the event that says so."""
+        """End the requests of a replica that has died, or the whole client. Return the event to deliver."""
         lost, error = list(replica.requests), died.error
         replica.num_deaths += 1
         self._num_deaths += 1
@@ -286,7 +286,7 @@ class DataParallelClient:
         if not self._announced or not (self._alive() or any(each.num_deaths <= MAX_DEATHS for each in in_use)):
             self._end()
             return died
-        logger.error("Engine %d has died with %d requests in it: %s", replica.index, len(lost), error, exc_info=error)
+        logger.error("Engine %d died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
         self._router.forget(replica.index)
         gone = {request_id: self._placed.pop(request_id) for request_id in lost}
         lost = self._place_again(gone)
@@ -306,7 +306,7 @@ class DataParallelClient:
         return self._merged(outputs, NOTHING_DONE, time.monotonic())
 
     def _place_again(self, lost: dict[str, Placed]) -> list[str]:
-        """Give the requests that had not begun to other engines, if there are any. Return the ids of the others."""
+        """Give the requests that had not begun to other live engines. Return the ids of those that cannot go on."""
         alive = self._open()
         waiting = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
         if not alive or not waiting:
@@ -333,7 +333,7 @@ class DataParallelClient:
             self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
 
     def _share(self, now: float) -> None:
-        """Send each engine what the others have served, at most every `SHARING_SECONDS`."""
+        """Charge tenants in each engine for the service of the others, at most every `SHARING_SECONDS`."""
         if now - self._shared < SHARING_SECONDS:
             return
         self._shared = now
@@ -342,15 +342,15 @@ class DataParallelClient:
                 replica.client.send(commands.ChargeTenants(served))
 
     def _ask(self, replica: Replica) -> None:
-        """Have an engine publish its whole prefix cache, and then what changes."""
+        """Ask an engine to publish its whole prefix cache, and changes from then on."""
         now = time.monotonic()
         if now - replica.asked >= ASKING_SECONDS:
             replica.asked = now
             replica.client.send(commands.PublishKVEvents(self._router.key))
 
     async def _look(self) -> None:
-        """Ask again for lost KV events, even if no further event shows the loss. End held requests that are past their
-        deadlines, and engines that have work and make no step."""
+        """Check regularly for lost KV events and ask for the whole cache again; end held requests that are past their
+        deadlines, and engines that have work but make no step."""
         while not self._over:
             await anyio.sleep(LOOKING_SECONDS)
             for index in self._alive():
@@ -361,7 +361,7 @@ class DataParallelClient:
             now = time.monotonic()
             for replica in self.replicas:
                 if replica.busy_since is not None and now - replica.busy_since > self._stall_limit:
-                    error = EngineLost(f"the engine has work and made no step for {self._stall_limit:g} s")
+                    error = EngineLost(f"the engine has work but made no step for {self._stall_limit:g} s")
                     self._receive(replica, [commands.EngineDied(error)])
             late = [request_id for request_id in self._limits.late(now) if self._limits.drop(request_id)]
             if late and not self._over:

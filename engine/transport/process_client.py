@@ -1,7 +1,7 @@
-"""`EngineClient` over an engine process, so that HTTP, JSON and tokenization share no interpreter lock with the steps.
+"""`EngineClient` for an engine process, so that HTTP, JSON and tokenization share no interpreter lock with the steps.
 
-`engine.transport.process_core` is the other end. On one event loop; whatever happens, neither a process nor a file is
-left behind.
+`engine.transport.process_core` is the other end. Used on one event loop. At the end, in any case, no process and no
+file is left behind.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from engine.transport.channel import Deliver, or_dead
 from engine.transport.client import Queries
 from engine.transport.wire import HEARTBEAT, NumberChecker, Numberer, Report, addresses, decoder
 
-END_SECONDS = 2.5  # for a step in progress to end after Close was sent
+END_SECONDS = 2.5  # time for a step in progress to end after Close was sent
 
-_LONGEST_PATH = 100  # of a Unix socket's 107 characters
-# The last event of a process may still be on its way when the end of the process is known. With status 0 the process
-# has sent EngineDied, so that is waited for; otherwise only events that it had sent before can come.
+_LONGEST_PATH = 100  # characters; a Unix socket's path may have 107
+# When a process has ended, its last event may still be on its way. With status 0 it has sent EngineDied, so the client
+# waits for that; with another status only events sent earlier can arrive.
 LAST_EVENT_SECONDS = 2.0
 CUT_OFF_SECONDS = 0.05
 STOPPED_CHECK_SECONDS = 0.1  # between two checks whether the process is stopped
@@ -42,7 +42,7 @@ class ProcessClient:
     """An engine in a process of its own. `make_process` makes a new one.
 
     `setup` is plain data for the process, without secrets. `on_progress` is called on the event loop while the model is
-    loaded. The end of the process, whatever its cause, is known at once; the end of this process ends it.
+    loaded. The client notices any end of the process at once. The process ends when this process ends.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ProcessClient:
         with ExitStack() as stack:
             try:
                 process = stack.enter_context(self._make_process())
-            except (OSError, zmq.ZMQError) as error:  # no descriptors, memory or room for it
+            except (OSError, zmq.ZMQError) as error:  # no file descriptors, memory or disk space left
                 deliver([EngineDied(EngineDead(f"the engine's process cannot be started: {error}"))])
                 yield
                 return
@@ -148,7 +148,7 @@ class ProcessClient:
             events: list[Event] = []
             try:
                 received = await process.receive()
-            except (msgspec.MsgspecError, RecursionError) as error:  # events before it in the same batch are dropped
+            except (msgspec.MsgspecError, RecursionError) as error:  # events earlier in the same batch are dropped
                 received = [EngineDied(EngineDead(f"the engine's process has sent an invalid event: {error}"))]
                 process.kill()
             for event in received:
@@ -169,14 +169,14 @@ class Ended(NamedTuple):
     """The end of an engine's process."""
 
     error: EngineDead
-    last_event_seconds: float  # for which its last event may still be on its way
+    last_event_seconds: float  # how long its last event may still be on its way
 
 
 class EngineProcess:
     """An engine process with its sockets, heartbeat and lifeline. A context manager that starts and ends it.
 
-    `command` must call `engine.transport.process_core.serve_parent`. Its last two arguments will be the path of a
-    private directory and the number of its end of the lifeline.
+    `command` must call `engine.transport.process_core.serve_parent`. Two arguments are appended: the path of a private
+    directory, and the descriptor of the child's end of the lifeline.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class EngineProcess:
         *,
         ends_when_stopped: bool = False,
     ) -> None:
-        """Prepare a process. With `ends_when_stopped`, it is killed if it is stopped (SIGSTOP), so cannot answer."""
+        """Prepare a process. With `ends_when_stopped`, it is killed if it is stopped (SIGSTOP): it cannot answer."""
         self._command = command
         self._environment = environment
         self._ends_when_stopped = ends_when_stopped
@@ -223,7 +223,7 @@ class EngineProcess:
     async def connect(self, setup: Any) -> None:
         """Wait for the engine's first message, then send its setup: plain data, before all commands.
 
-        ROUTER would drop anything sent earlier, because it does not know its peer yet.
+        Before its peer's first message, a ROUTER socket drops everything sent.
         """
         while self._peer is None:
             try:
@@ -233,17 +233,17 @@ class EngineProcess:
         self.send(setup)
 
     def send(self, message: Any) -> None:
-        """Send without waiting: the high-water mark is off. ZMQ drops messages to an engine that has ended."""
+        """Send without waiting: there is no high-water mark. ZMQ drops messages to an engine that has ended."""
         if self._peer is not None:
             self._down.send_multipart([self._peer, self._encode(message)], zmq.NOBLOCK)
 
     async def receive(self) -> list[Event]:
-        """Return all events that have arrived, in order, and wait for the first. Raises msgspec.DecodeError for a
-        message that is no event."""
+        """Wait for an event, and return all that have arrived, in order. Raises msgspec.DecodeError for a message that
+        is no event."""
         while True:
             events: list[Event] = []
-            # The descriptor of a ZMQ socket reports a change only once. So wait for it only after a receive has failed,
-            # which has seen every change so far.
+            # The descriptor of a ZMQ socket reports a change only once. So wait for it only after a receive has failed:
+            # by then every earlier change has been seen.
             with suppress(zmq.Again):
                 while True:
                     events.append(self._decode(self._numbers.content_of(self._up.recv(zmq.NOBLOCK))))
@@ -252,7 +252,7 @@ class EngineProcess:
             await anyio.wait_readable(_descriptor(self._up))
 
     async def wait_gone(self) -> Ended:
-        """Wait until the process has ended, and reap it."""
+        """Wait until the process has ended, and collect its exit status."""
         is_over = False
         while not is_over:
             with anyio.move_on_after(STOPPED_CHECK_SECONDS if self._ends_when_stopped else math.inf):
@@ -266,7 +266,7 @@ class EngineProcess:
         return Ended(error, CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
 
     def _is_stopped(self) -> bool:
-        # The process state decides, not silence: a slow process on a busy machine is not a stopped one.
+        # The kernel's process state decides, not silence: a slow process on a busy machine is not stopped.
         with suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False

@@ -4,8 +4,8 @@
     main thread     `engine.transport.client.run_loop`      loads the model and makes every step
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
-Only the parent ends the process: it ignores SIGINT, SIGTERM and SIGHUP, which reach a whole process group at once. It
-ends when the parent's end of the lifeline is closed, however the parent ended, even if this process is stopped.
+Only the parent ends this process, which ignores SIGINT, SIGTERM and SIGHUP: they reach a whole process group at once.
+It also ends when the parent's end of the lifeline is closed, however the parent ended, even if this process is stopped.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from engine.transport.wire import HEARTBEAT, NumberChecker, Numberer, Report, ad
 
 logger = logging.getLogger(__name__)
 
-LINGER_MILLISECONDS = 2000  # until the parent has taken what was sent
+LINGER_MILLISECONDS = 2000  # how long to wait for the parent to take what was sent
 
 Build = Callable[[Any, Report], EngineCore]
 
 
 def serve_parent(build: Build) -> NoReturn:
-    """Run the engine of the process that started this one, then exit. Status 0 says that the last event was sent.
+    """Run the parent's engine, then exit. Exit status 0 means that the last event was sent.
 
-    `build` makes the core on the main thread, from the setup of `ProcessClient`, and reports its progress.
+    `build` makes the core on the main thread from the setup that `ProcessClient` sends, and reports its progress.
     """
     ignore_signals()
-    # The kernel resumes this process when its parent ends: a stopped process would not see the lifeline's end.
+    # The kernel resumes this process when its parent ends: a stopped process would not notice that the lifeline closed.
     send_at_parents_end(signal.SIGCONT)
     *_, directory, descriptor = sys.argv
     private = Path(directory)
@@ -61,7 +61,7 @@ def serve_parent(build: Build) -> NoReturn:
         core.heartbeat.wake()
         core.on_begin = lambda request_ids: channel.send(RequestsBegun(request_ids))
         gc.collect()
-        gc.freeze()  # the loaded objects live as long as the process: no collection needs to look at them again
+        gc.freeze()  # loaded objects live as long as the process: garbage collections need not visit them again
         return core
 
     run_loop(make_core, channel)
@@ -72,19 +72,19 @@ def serve_parent(build: Build) -> NoReturn:
 
 
 class ProcessChannel(EngineChannel):
-    """The channel to the front end, which has bound the sockets of these addresses."""
+    """The channel to the front end, which has bound the two sockets."""
 
     def __init__(self, down: str, up: str) -> None:
         super().__init__()
         self._down_address, self._up_address = down, up
         self._outbox: SimpleQueue[Event | None] = SimpleQueue()
         self._numbers = NumberChecker()
-        # Two contexts: closing that of the output waits until everything has been sent; that of the input need not.
+        # Two contexts: closing the output's context waits until everything has been sent; the input's need not wait.
         self._down = zmq.Context().socket(zmq.DEALER)
         self._output = threading.Thread(target=vital, args=(self._talk,), name="engine-output", daemon=True)
 
     def connect(self) -> Any:
-        """Send the first message, return the setup that the parent answers with, and start the two threads."""
+        """Send the first message, return the parent's answer, which is the setup, and start the two threads."""
         self._connect(self._down, self._down_address)
         self._down.send(b"")
         setup = decoder(Any).decode(self._receive())
@@ -96,11 +96,11 @@ class ProcessChannel(EngineChannel):
         self._outbox.put(event)
 
     def report(self, phase: str, done: int, total: int | None) -> None:
-        """Send how far loading is. A `Report`."""
+        """Send the progress of loading. Implements `Report`."""
         self.send(LoadingProgress(phase, done, total))
 
     def close(self) -> None:
-        """Wait until the parent has got everything, within limits."""
+        """Wait, for a limited time, until the parent has received everything."""
         self._outbox.put(None)
         self._output.join()
 
@@ -132,7 +132,7 @@ def vital(work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException:
-        logger.critical("The engine's process ends: its input or output thread has failed", exc_info=True)
+        logger.critical("The engine's process ends because its input or output thread failed", exc_info=True)
         logging.shutdown()
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""One engine of several in the front end, and the merging of several engines' events into one engine's."""
+"""One engine of several, seen from the front end; and the merging of several engines' events into one stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Placed:
 
     replica: Replica
     request: messages.EngineCoreRequest
-    prompt_tokens: int  # that have not been charged to the tenant
+    prompt_tokens: int  # prompt tokens not yet charged to the tenant
     command: AddRequests | None
 
 
@@ -42,13 +42,13 @@ class Replica:
 
     def __init__(self, index: int, make: Callable[[int], ProcessClient], *, is_wanted: bool) -> None:
         self.index = index
-        self.is_wanted = is_wanted  # if not, it gets no new requests, and ends after its last one
+        self.is_wanted = is_wanted  # if False, it gets no new requests and ends after its last one
         self._make = make
         self.engine_info: messages.EngineReady | None = None  # while the engine lives
-        self.requests: dict[str, float] = {}  # with the time when each was sent
+        self.requests: dict[str, float] = {}  # request id → time when it was sent
         self.client = make(index)
         self.num_starts = 0
-        self.num_deaths = 0  # since its last token
+        self.num_deaths = 0  # deaths since its last token
         self._begin()
 
     def start(self) -> None:
@@ -61,20 +61,20 @@ class Replica:
     def _begin(self) -> None:
         self.stats = NOTHING_DONE
         self.asked = 0.0  # when it was last asked for its whole prefix cache
-        self.kv_sequence = 0  # of its KV events, at the latest look
+        self.kv_sequence = 0  # the sequence number of its KV events at the latest check
         self.ended = anyio.Event()
 
     def mark_dead(self) -> None:
-        """Drop its requests and let its client end: it has died or is not wanted any more."""
+        """Drop its requests and let its client end, because it has died or is not wanted any more."""
         self.engine_info = None
         self.requests.clear()
         self.ended.set()
 
     @property
     def busy_since(self) -> float | None:
-        """The time since when it has had work without a step; None if it has no work or does not live.
+        """The time since which it has had work but made no step; None if it has no work or is dead.
 
-        A replica that sleeps although it has requests counts as busy: it does not receive.
+        A replica that sleeps although it has requests counts as busy: it fails to receive them.
         """
         if self.engine_info is None:
             return None
@@ -85,7 +85,7 @@ class Replica:
 
 
 def as_one_engine(engines: Sequence[messages.EngineReady]) -> messages.EngineReady:
-    """Return one description of all engines: the limits that hold for each, and their blocks together."""
+    """Return one description of all engines: the strictest limits, and the sum of their blocks."""
     return msgspec.structs.replace(
         engines[0],
         vocab_size=min(each.vocab_size for each in engines),
@@ -104,8 +104,8 @@ def merged(
     step: int,
     num_held: int,
 ) -> messages.EngineCoreOutputs:
-    """Return one replica's step as a step of all: its counters, and the levels of all. `num_held`: requests that are
-    in no engine yet."""
+    """Return one replica's step as a step of the whole: its own counters, and the levels of all replicas together.
+    `num_held`: requests that are in no engine yet."""
     alive = [(each.engine_info.num_blocks, each.stats) for each in replicas if each.engine_info is not None]
     num_blocks = sum(blocks for blocks, _ in alive) or 1
     levels = msgspec.structs.replace(
@@ -119,7 +119,7 @@ def merged(
 
 
 def timed_out(request_id: str) -> messages.EngineCoreOutput:
-    """Return the end of a request that was not given to an engine in time."""
+    """Return the final output of a request that was not given to an engine before its deadline."""
     return messages.EngineCoreOutput(
         request_id=request_id, new_token_ids=[], finish_reason=messages.FinishReason.TIMEOUT
     )

@@ -3,9 +3,8 @@
     down   the setup, which is plain data, then commands   ROUTER → DEALER
     up     events                                          PUSH → PULL
 
-Each message begins with its number, which shows a lost or doubled message. The engine then counts as dead, because its
-requests may lack outputs without a sign of it.
-The sockets are Unix sockets in a private directory.
+Each message begins with its number. If one is lost or arrives twice, the engine counts as dead, because its requests
+could otherwise miss outputs unnoticed. The sockets are Unix sockets in a private directory.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import msgspec
 
 from engine.errors import ErrorInWords, HeadraceError
 
-HEARTBEAT = "heartbeat"  # a file of the private directory
+HEARTBEAT = "heartbeat"  # name of a file in the private directory
 
 _NUMBER = struct.Struct("<Q")
 
@@ -29,7 +28,7 @@ def addresses(directory: Path) -> tuple[str, str]:
 
 
 class Report(Protocol):
-    """Reports how far loading is; a `gpu.checkpoint.Progress`."""
+    """Reports the progress of loading; a `gpu.checkpoint.Progress`."""
 
     def __call__(self, phase: str, done: int, total: int | None) -> None: ...
 
@@ -73,7 +72,7 @@ def encoder() -> msgspec.msgpack.Encoder:
 
 
 def decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder of what `encoder` made of this type."""
+    """Return a decoder for values of this type, as `encoder` encodes them."""
     return msgspec.msgpack.Decoder(of, dec_hook=_from_words)
 
 

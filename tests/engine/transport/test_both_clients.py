@@ -267,7 +267,7 @@ async def test_where_nobody_knows_whose_step_is_lost_the_engine_counts_as_dead(
                 async for _ in stream:
                     monkeypatch.setattr(engine.observer, "on_step", fail)
         assert "could not be delivered (LookupError)" in str(await engine.llm.wait_dead())
-        assert "could not be delivered; the engine is stopped" in caplog.text
+        assert "could not be delivered; stopping the engine" in caplog.text
         with pytest.raises(EngineDead):
             await engine.read(make_request(range(9)))
 

@@ -117,7 +117,7 @@ def test_engines_follow_the_queue_and_no_stream_is_cut(machines: RayCluster, tmp
             assert _num_blocks(fleet) == 2 * alone
             assert len(machines.ranks()) == 2
             streams = [readers.submit(num_streamed, fleet, number, NUM_TOKENS) for number in range(4)]
-        fleet.poll(lambda: fleet.log, lambda log: "The number of engines changes from 2 to 1" in log, 0.1)
+        fleet.poll(lambda: fleet.log, lambda log: "Changing the number of engines from 2 to 1" in log, 0.1)
         assert [stream.result() for stream in streams] == [NUM_TOKENS] * 4
         fleet.poll(machines.ranks, lambda now: len(now) == 1, 0.1)
         assert fleet.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3

@@ -61,7 +61,7 @@ class LLM(engine.frontend.llm.LLM):
     def _open(self, chosen: Settings, progress: bool) -> None:
         self._progress = progress
         if chosen.data_parallel_size > 1:
-            raise SettingsError(f"data_parallel_size: got {chosen.data_parallel_size}; an LLM is one engine. 1 works")
+            raise SettingsError(f"data_parallel_size: got {chosen.data_parallel_size}; LLM runs one engine; set 1")
         with loading() if progress else nullcontext() as report:
             files = open_files(chosen, report)
             core = core_factory(chosen, files)()

@@ -117,7 +117,7 @@ def _begin(piece: SimulationRequest) -> Session:
 
 
 def _catch_up(session: Session, changes: deque[Change], since: float) -> None:
-    """Simulate one slice of the time up to `since`, and apply the change that is due."""
+    """Advance one slice towards the next change, else `since`; apply the change when reached."""
     simulation = session.simulation
     if simulation.num_steps >= MAX_AGAIN or simulation.work >= MAX_WORK_AGAIN:
         raise ValueError(f"since: the time before it takes more than {MAX_AGAIN} short steps; start a new simulation")

@@ -75,8 +75,8 @@ class Guarded(Protocol):
 
 
 class ConnectionGuard:
-    """The open connections of one server. `longest_stalled` returns the connection that has waited for longest for its
-    client, with all of its requests, and since when. It is called only if there is no idle connection to close."""
+    """The open connections of one server. `longest_stalled` returns, of the connections with requests that all wait for
+    the client, the longest stalled, and since when. It is called only if there is no idle connection to close."""
 
     def __init__(
         self, settings: Settings, longest_stalled: Callable[[], tuple[Guarded, float] | None] = lambda: None

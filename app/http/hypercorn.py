@@ -244,7 +244,7 @@ class ServerConnection:
 
     @property
     def address(self) -> str | None:
-        """The client's IP address; None for a Unix socket or a closed one."""
+        """The client's IP address; None for a Unix socket or a closed connection."""
         with suppress(*_SOCKET_IS_GONE):
             peer = self._socket().getpeername()
             return peer[0] if isinstance(peer, tuple) else None
@@ -396,24 +396,24 @@ class ServerConnection:
 # ---------------------------------------------------------------------------------------------------- hypercorn streams
 # Patches of how Hypercorn 0.18 carries the messages of a request over HTTP/1.1. They promise, unlike Hypercorn:
 #
-# 1. An upload that is refused before it has arrived does not block its connection. In Hypercorn, an application that
-#    answers and ends without reading leaves an unread queue of ten messages; the eleventh part of the body waits for
-#    ever for room in it, and the connection never ends. A client needs no key to be refused, so any client could fill
-#    the server with such connections.
-# 2. When a connection is lost, a pipelined request that waits for the answer before it ends. Otherwise the process
-#    would wait for that request.
-# 3. An answer that ends before its head, because its client was cut off, ends its connection. Hypercorn would send
-#    another head.
-# 4. An answer that is sent before its request has arrived has `connection: close`. Hypercorn closes the connection
-#    without this header, and the client sends its next request into it.
-# 5. Bytes that are not HTTP/1.1 get an ordinary error body, and so does the preface of HTTP/2, which only a TLS
-#    connection may negotiate. Hypercorn's own answer has no body.
-# 6. An upgrade to another protocol (WebSocket, h2c) is ignored: no other protocol is supported. Hypercorn would answer
-#    a failed handshake and leave the connection open for ever; and a proxy that passes an upgrade on does not see the
-#    requests that follow it.
-# 7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task per request that
-#    waits for the disconnect message would cost a tenth of a short request, and leave garbage to the collector.
-# 8. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
+# S1. An upload that is refused before it has arrived does not block its connection. In Hypercorn, an application that
+#     answers and ends without reading leaves an unread queue of ten messages; the eleventh part of the body waits for
+#     ever for room in it, and the connection never ends. A client needs no key to be refused, so any client could fill
+#     the server with such connections.
+# S2. When a connection is lost, a pipelined request that waits for the answer before it ends. Otherwise the process
+#     would wait for that request.
+# S3. An answer that ends before its head, because its client was cut off, ends its connection. Hypercorn would send
+#     another head.
+# S4. An answer that is sent before its request has arrived has `connection: close`. Hypercorn closes the connection
+#     without this header, and the client sends its next request into it.
+# S5. Bytes that are not HTTP/1.1 get an ordinary error body, and so does the preface of HTTP/2, which only a TLS
+#     connection may negotiate. Hypercorn's own answer has no body.
+# S6. An upgrade to another protocol (WebSocket, h2c) is ignored: no other protocol is supported. Hypercorn would answer
+#     a failed handshake and leave the connection open for ever; and a proxy that passes an upgrade on does not see the
+#     requests that follow it.
+# S7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task per request that
+#     waits for the disconnect message would cost a tenth of a short request, and leave garbage to the collector.
+# S8. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
 
 
 CALL_ON_DISCONNECT = "headrace.call_on_disconnect"
@@ -427,8 +427,8 @@ def patch_streams() -> None:
 
 
 class _Stream(HTTPStream):
-    """A request and its answer, with points 7 and 8. Messages for an application that has ended are dropped (point 1).
-    An answer has begun when the application starts it, not when its head has been sent (point 3)."""
+    """A request and its answer, with S7 and S8. Messages for an application that has ended are dropped (S1).
+    An answer has begun when the application starts it, not when its head has been sent (S3)."""
 
     _app_has_ended = False
     _answer_has_begun = False
@@ -442,7 +442,7 @@ class _Stream(HTTPStream):
         self.task_group: Any = self  # Hypercorn calls its `spawn_app`, which puts the task group back
 
     async def spawn_app(self, app: Any, config: Any, scope: Any, send: Any) -> Callable[[Any], Awaitable[None]]:
-        """Run the application, instead of Hypercorn's task group (point 8). Return what passes a message to it."""
+        """Run the application, instead of Hypercorn's task group (S8). Return what passes a message to it."""
         self.task_group = self._tasks
         scope["extensions"][CALL_ON_DISCONNECT] = self._call_on_disconnect
         run_app = sys.modules[type(self._tasks).__module__]._handle
@@ -499,7 +499,7 @@ async def _ignore(message: Any) -> None:
 
 
 class _Http1(H11Protocol):
-    """Hypercorn's HTTP/1.1 protocol with points 2 and 4 to 6."""
+    """Hypercorn's HTTP/1.1 protocol with S2 and S4 to S6."""
 
     connection: Any
 
@@ -514,7 +514,7 @@ class _Http1(H11Protocol):
             await self.can_read.set()
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Never change the protocol (point 6)."""
+        """Do nothing: upgrades (WebSocket, h2c) are ignored."""
 
     async def _create_stream(self, request: h11.Request) -> None:
         if any(name == b"upgrade" for name, _ in request.headers):
@@ -548,7 +548,7 @@ class _Http1(H11Protocol):
 
 
 class _Http1Connection(h11.Connection):
-    """h11's connection with points 2 and 5. A lost connection yields no more events, even if data has arrived. Data
+    """h11's connection with S2 and S5. A lost connection yields no more events, even if data has arrived. Data
     after the last request, such as a line break, is ignored. Hypercorn takes the method "head" for HEAD and sends no
     body; h11 gets it in upper case, because it would miss a body after any other method."""
 

@@ -111,16 +111,14 @@ def inherited_listener() -> socket.socket | None:
     if process != str(os.getpid()):
         return None
     if count != "1":
-        raise SettingsError(f"LISTEN_FDS: got {count} sockets; one is served. What works: a single ListenStream=")
+        raise SettingsError(f"LISTEN_FDS: got {count} sockets; allowed: 1. Use a single ListenStream=")
     try:
         listener = socket.socket(fileno=FIRST_DESCRIPTOR)
         is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError:
         is_listening = False
     if not is_listening:
-        raise SettingsError(
-            f"LISTEN_FDS: descriptor {FIRST_DESCRIPTOR} is not a listening socket. What works: ListenStream="
-        )
+        raise SettingsError(f"LISTEN_FDS: descriptor {FIRST_DESCRIPTOR} is not a listening socket. Use ListenStream=")
     return listener
 
 

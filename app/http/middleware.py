@@ -28,7 +28,7 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class Access(Enum):
-    """The key that a route asks for. A route that does not say takes a client's key."""
+    """The key a route requires; default CLIENT."""
 
     OPEN = auto()  # none: probes, and pages that hold nothing by themselves
     CLIENT = auto()  # a client's, where there are clients' keys

@@ -1,14 +1,14 @@
 """Frames: the state of one engine at one moment, as JSON (by `msgspec.json.encode`).
 
 The live page gets frames made from the engine's snapshots, a few times a second; a recording and a simulation have one
-frame per line. A frame has the steps that ended after the frame before it, so a sequence of frames has each step once:
+frame per line. A frame has the steps that ended since the previous frame, so a sequence of frames has each step once:
 
     object    "frame"
     engine    number of the engine, 0 where there is one
     time      seconds of the engine's clock: the machine's monotonic one, or the simulation's
     limits    max_num_seqs, max_num_batched_tokens, target_inter_token_latency (seconds)
     requests  the ids of requests; steps have indices into this list
-    steps     the steps that ended after the frame before, oldest first. Each has
+    steps     the steps that ended since the previous frame, oldest first. Each has
                 step     its number
                 time     when it began
                 seconds  until its result
@@ -23,7 +23,7 @@ frame per line. A frame has the steps that ended after the frame before it, so a
     num_running, num_waiting   the numbers of all running and waiting requests
     tenants   `engine.snapshot.TenantSnapshot` of the tenants with most requests
     blocks    `engine.snapshot.BlocksSnapshot`: the KV blocks by state, and as a map
-    service   the figures of clients since the frame before (`Service`), in frames of the first engine only
+    service   TTFTs and refusals since the previous frame (`Service`), in frames of the first engine only
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Frame = dict[str, Any]
 
 
 class Service(TypedDict):
-    """The figures of clients since the frame before."""
+    """TTFTs and refusals since the previous frame."""
 
     first_tokens: list[float]  # seconds from arrival to first token of each choice that got one
     refused: Mapping[str, int]  # the number of refused requests by limit

@@ -286,8 +286,7 @@ class Metrics(Observer):
         self._recent_first_tokens.append(seconds)
 
     def take_recent(self) -> tuple[list[float], dict[str, int]]:
-        """Return and clear the figures since the last call: seconds to first token, of the latest 1,024, and refused
-        requests by limit."""
+        """Return and clear: latest TTFTs in seconds (at most 1,024), refusals per limit."""
         recent = list(self._recent_first_tokens), dict(self._recent_rejections)
         self._recent_first_tokens.clear()
         self._recent_rejections.clear()

@@ -20,7 +20,7 @@ class RankLog:
 
 
 def configure(setup: RankSetup) -> None:
-    """Configure the log as the server's."""
+    """Configure this rank's logging like the server's."""
     log = RankLog(**setup.log)
     configure_logging(log)
     bind(**log.fields, rank=setup.layout.rank)

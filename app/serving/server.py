@@ -179,7 +179,7 @@ class Server:
         }
 
     def longest_stalled_connection(self) -> tuple[ServerConnection, float] | None:
-        """Return the connection that has waited for its client for longest with all of its requests, and since when."""
+        """Among connections with requests that all wait for the client, return the longest stalled, and since when."""
         stalled: dict[ServerConnection, float] = {}
         served: set[ServerConnection] = set()
         for request in self._requests:
@@ -227,7 +227,7 @@ class Server:
     # --- the lifetime
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a function that belongs to no connection in the application's task group."""
+        """Run, in the application's task group, a function belonging to no connection."""
         assert self.task_group is not None
         self.task_group.start_soon(function)
 
@@ -325,7 +325,7 @@ class Server:
             await self._serve(files, prompts)
 
     def _report_or_end(self, phase: str, done: int, total: int | None) -> None:
-        """Report for the thread that loads the engine. Raises EngineDead when the server ends, so that loading does."""
+        """Report progress from the loading thread. Raises EngineDead during shutdown, which stops loading."""
         if self.phase is ServerPhase.STOPPING:
             raise EngineDead("the server ends before the model is loaded")
         self.start_up.report(phase, done, total)

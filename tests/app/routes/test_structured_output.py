@@ -176,4 +176,6 @@ def test_only_allowed_tokens_come_and_bad_words_do_not(server: Server) -> None:
     impossible = {"prompt": "The capital of France is", "max_tokens": 6, "guided_choice": ["Paris"]}
     refused = server.post("/v1/completions", impossible | {"allowed_token_ids": [5]})
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("allowed_token_ids and guided_choice leave no token")
+    assert refused.json()["error"]["message"].startswith(
+        "allowed_token_ids and guided_choice together allow no next token"
+    )

@@ -215,7 +215,7 @@ def test_a_load_that_does_not_end_is_computed_and_for_a_while_nothing_is_loaded(
     now[0] += PATIENCE + 0.1
     assert [len(tokens_of(each)) for each in run_to_end(core).values()] == [4]
     assert tier.seen["loads cut short"] == 1
-    assert "could not be loaded" in caplog.text
+    assert "No KV block was loaded" in caplog.text
     for later, loads in ((0.0, 1), (PAUSE, 2)):
         now[0] += later
         core.scheduler.kv.reset()

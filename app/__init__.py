@@ -6,7 +6,7 @@ environment and the settings file when an ASGI server first calls it; `headrace 
 In reading order:
 
 __main__       The entry point of the `headrace` command: signal handling before the slow imports.
-config         Settings: their definitions, their sources, and the facts that an engine is given of them.
+config         Settings: their definitions, their sources, and the engine's configuration made from them.
 client         A streaming HTTP/1.1 client for measurements and for the commands that talk to a server.
 runtime        The event loop's helpers: worker threads for long work, lag measurement, garbage collection.
 admission      Which requests may queue, by tenant, queue length and expected wait.
@@ -50,5 +50,5 @@ def _application_from_environment() -> Starlette:
         check_workers()
         return create_app(load_settings())
     except SettingsError as error:
-        # The server's first call is the lifespan, where Hypercorn would log an exception and serve on without one.
+        # The first call is the lifespan. If it raised, Hypercorn would log the exception and go on without a lifespan.
         end_process(error)

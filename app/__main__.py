@@ -17,8 +17,8 @@ def main() -> int:
     from app.commands.cli import main as run
 
     # A server keeps SIGINT's default until `app.serving.process` handles it: an asyncio runner that finds Python's own
-    # handler cancels the main task instead, and `asyncio.wait_for` around the start of the lifespan loses that (Python
-    # 3.11).
+    # handler cancels the main task instead, and `asyncio.wait_for` around the start of the lifespan loses that
+    # cancellation (Python 3.11).
     if interrupts and not serves:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()

@@ -191,7 +191,7 @@ def end_process(error: BaseException) -> NoReturn:
     if not isinstance(error, HeadraceError):
         logger.error("The server has failed", exc_info=error)
     elif error.__cause__ is not None:
-        # For a wrong setting the last line says everything.
+        # A wrong setting needs no traceback: the last line explains it.
         level = logging.DEBUG if isinstance(error, SettingsError | ConfigError) else logging.ERROR
         logger.log(level, "%s", error, exc_info=error.__cause__)
     words = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"

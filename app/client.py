@@ -451,7 +451,7 @@ class ServerClient:
 
     @contextmanager
     def understood(self) -> Iterator[None]:
-        """Turn errors in the reading of an answer into `ServerError`."""
+        """Turn errors raised while an answer is read into `ServerError`."""
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

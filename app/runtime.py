@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Workload:
-    """The threads of one server's requests. Neither reading nor writing waits for the other."""
+    """The worker threads of one server's requests: some for reading, others for writing."""
 
     def __init__(self) -> None:
         self._reading = FairThreads(READING_THREADS)

@@ -78,7 +78,7 @@ class DrainRate:
 
 
 class ExpectedRetries:
-    """The expected retries of refused requests, by the time that their Retry-After names.
+    """The expected retries of refused requests, ordered by the time that their Retry-After gave.
 
     Without them, clients that retry at once would take every place that becomes free, and clients that honor
     Retry-After would be refused for ever.
@@ -95,7 +95,7 @@ class ExpectedRetries:
         return len(self._times)
 
     def expect(self, seconds: float) -> None:
-        """Expect a retry in so many seconds."""
+        """Expect a retry after `seconds`."""
         if len(self._times) < _MAX_RETRIES:
             heappush(self._times, self._clock() + seconds)
 
@@ -141,7 +141,7 @@ class QueueTicket:
             self.running += 1
 
     def end(self, num_output_tokens: int) -> None:
-        """Record that a running choice has ended with so many output tokens."""
+        """Record that a running choice has ended with `num_output_tokens`."""
         if self.running:
             self.running -= 1
             self._admission.ended(self, num_output_tokens)
@@ -255,7 +255,7 @@ class Admission:
             self.wait.learn_answer(ticket.tenant, ticket.prompt_tokens, num_output_tokens)
 
     def _count_tenant(self, tenant: Tenant, change: int) -> None:
-        """Add a tenant without places to the waiting ones (1), before it takes any, or remove it (-1)."""
+        """Add a tenant to the waiting tenants (`change` 1), before it takes its first place, or remove it (-1)."""
         if not self.places.taken_by(tenant.name):
             self._num_waiting_tenants += change
             if change > 0:

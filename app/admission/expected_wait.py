@@ -28,7 +28,7 @@ from app.config.settings import Settings
 from engine.config import Clock
 from engine.costs.table import StepCostTable, StepLoad, TypicalRequest
 
-_MEMORY = 60.0  # seconds after which a wait counts a third
+_MEMORY = 60.0  # seconds after which a wait counts a third as much
 _LEAST_WAIT = 0.25  # seconds: shorter waits say nothing about a queue
 _BELIEF = 5.0  # seconds added to both sums: the correction starts at 1 and moves only as real waits add up
 _MOST_OFF = 4.0  # the correction is at most this, and at least 1 / this

@@ -45,7 +45,7 @@ class Tenant(BaseModel):
     priority_over_others: bool = Field(default=False, strict=True)
 
     def precedence(self, priority: int) -> int:
-        """Return the priority of one of its requests as it counts against other tenants' requests."""
+        """Return how much a request's `priority` counts against other tenants' requests."""
         return priority if self.priority_over_others else 0
 
     def __hash__(self) -> int:
@@ -135,7 +135,7 @@ def _read(path: Path) -> list[_TenantEntry]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. {works}") from None
-    except (ValueError, RecursionError) as error:  # the latter from deeply nested lists; the former from numbers, too
+    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested lists; ValueError: also huge numbers
         raise SettingsError(f"api_keys_file: {path} is not TOML: {error}. {works}") from None
     tables = document.pop("tenants", None)
     # A file without any tenant would leave the server open to every client.
@@ -170,7 +170,7 @@ def _shown(problem: ErrorDetails) -> str:
 
 
 def place_reserves(limit: int, tenants: Collection[Tenant]) -> dict[str, int]:
-    """Return the reserved places by tenant: one, and a share by weight, but at most its own `max_queued_requests`."""
+    """Return the reserved places by tenant: one each, plus a share by weight, at most `max_queued_requests`."""
     reserves = _reserves(limit, tenants, least=1)
     own_limits = {tenant.name: tenant.max_queued_requests for tenant in tenants}
     return {name: min(reserve, own_limits[name] or reserve) for name, reserve in reserves.items()}

@@ -40,7 +40,7 @@ class ClientFigures:
     cpu_share: float = 0.0  # of one processor
 
     def summary(self) -> dict[str, Any]:
-        """Return its part of the result. `client_was_late`: the client's delays may distort the figures."""
+        """Return the client's part of the result. `client_was_late`: its delays may distort the figures."""
         figures = statistics("client_send_lag", self.send_lags) | statistics("client_loop_lag", self.loop_lags)
         late = (
             figures["p99_client_send_lag_ms"] > MAX_SEND_LAG_MS or figures["p99_client_loop_lag_ms"] > MAX_LOOP_LAG_MS
@@ -94,7 +94,7 @@ class Driver:
                 async with asyncio.TaskGroup() as group:
                     for talk, body in zip(talks, bodies, strict=True):
                         due = began + (talk[0][0].arrival or 0.0)
-                        # Sleep even if it is late already: answers that have arrived are read first.
+                        # Sleep even if the request is late already, so that answers that have arrived are read first.
                         await asyncio.sleep(max(0.0, due - perf_counter()))
                         group.create_task(self._converse(talk, body, due))
                 for helper in own:

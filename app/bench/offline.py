@@ -38,7 +38,7 @@ def add_latency_flags(parser: ArgumentParser) -> None:
 
 
 def latency(settings: Settings, **given: Any) -> int:
-    """Generate for one batch again and again. The prefix cache is off unless a setting turns it on."""
+    """Time one batch, again and again. The prefix cache is off unless a setting turns it on."""
     options = Namespace(**given)
     check_positive(options, "input_len", "output_len", "batch_size", "n", "num_iters")
     input_len, output_len = options.input_len, options.output_len
@@ -78,7 +78,7 @@ def add_throughput_flags(parser: ArgumentParser) -> None:
 
 
 def throughput(settings: Settings, *, n: int, output_json: Path | None, **given: Any) -> int:
-    """Generate for all prompts at once: token ids, or the texts of a file. Answers end at their length."""
+    """Generate for all prompts at once: random token ids, or the texts of a file. EOS does not end answers."""
     options = Namespace(n=n, **given)
     if options.dataset_name == "conversation":
         raise SettingsError("--dataset-name: conversations need a server; try headrace bench serve")
@@ -122,7 +122,7 @@ def throughput(settings: Settings, *, n: int, output_json: Path | None, **given:
 
 
 def open_llm(settings: Settings, **unless_given: Any) -> LLM:
-    """Load the model with these settings; `unless_given` are the values of settings that were not given."""
+    """Load the model with these settings; `unless_given` are defaults for settings that were not given."""
     given = {name: value for name, value in unless_given.items() if name not in settings.model_fields_set}
     given |= {name: getattr(settings, name) for name in settings.model_fields_set}
     return LLM.of(check_settings({name: Given(value, name) for name, value in given.items()}))

@@ -26,7 +26,7 @@ from app.simulate.machine import Machine, machine_of, read_machine
 from app.workload.datasets import WorkloadRequest, add_workload_flags, check_positive, workload
 from app.workload.report import METRICS, RequestRecord, output_file, parse_goodput, per_request, statistics, summarize
 
-# What each backend of vLLM's asks. Both are OpenAI's API, which many servers speak.
+# The path that each of vLLM's backends calls. Both are OpenAI's API, which many servers offer.
 ENDPOINTS = {
     **dict.fromkeys(("openai", "vllm", "sglang", "lmdeploy", "llama.cpp"), "/v1/completions"),
     **dict.fromkeys(("openai-chat", "vllm-chat"), "/v1/chat/completions"),
@@ -330,7 +330,7 @@ _BEFORE_FIRST_TOKEN = ("receive", "tokenize", "queue", "prefill")
 
 
 async def compare_with_server(pool: ConnectionPool, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return client minus server figures of TTFT and end-to-end latency, and the server's times of each segment. Return
+    """Return the client's TTFT and end-to-end latency minus the server's, and the server's time in each segment. Return
     nothing if the server keeps no timelines.
 
     The difference of TTFT is the network, the sending and what the client itself adds.

@@ -1,7 +1,7 @@
 """`headrace bench startup`: from exec of `headrace serve` to its first answer, to ready, to the first token.
 
-Cold: no Python code or kernel is compiled, and the weights are not in the page cache, as far as a user can evict them.
-Warm: a start after another one.
+Cold: there are no compiled Python files or kernels, and the weights are not in the page cache, as far as a user can
+evict them. Warm: a start after another one.
 """
 
 from __future__ import annotations

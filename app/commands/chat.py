@@ -407,7 +407,7 @@ class LiveMarkdown:
 
 
 def _markdown(text: str) -> Markdown:
-    """Parse with the model's line breaks kept and HTML as text, which rich would leave out."""
+    """Parse Markdown, but keep the model's line breaks and show HTML as text, which rich would drop."""
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
     for token in markdown.parsed:
         if token.type == "html_block":

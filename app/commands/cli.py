@@ -151,8 +151,8 @@ class Command(NamedTuple):
 
     @classmethod
     def at(cls, module: str, summary: str, **more: Any) -> Command:
-        """Return the command of a module's `run` and `add_flags`, or with "module:name" of its `name` and
-        `add_name_flags`. The module is imported when the command runs."""
+        """Return the command that calls a module's `run` with the flags of `add_flags`; for "module:name", its `name`
+        with those of `add_name_flags`. The module is imported when the command runs."""
         module, _, name = module.partition(":")
 
         def run(*settings: Settings, **own: Any) -> int:

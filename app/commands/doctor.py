@@ -106,7 +106,7 @@ def _is_busy() -> bool:
 
 
 def _instructions() -> Iterator[Finding]:
-    """Yield the build of the CPU library that runs, and why better ones do not."""
+    """Yield the build of the CPU library that runs here, and why faster builds do not."""
     flags, made, allowed = processor_flags(), built(), [library.name for library in usable()]
     for name, build in BUILDS.items():
         if build.machine != platform.machine():
@@ -151,7 +151,7 @@ def _devices(settings: Settings) -> Iterator[Finding]:
 
 
 def _packages(requirements: Iterable[str]) -> Iterator[Finding]:
-    """Yield the packages with other versions than the tested ones."""
+    """Yield findings about packages of other versions than the tested ones."""
     for requirement in requirements:
         found = re.match(r"([\w.-]+)(?:\[.*\])?==([\w.]+)$", requirement)
         if found is None:  # of an extra
@@ -190,7 +190,7 @@ def _other_settings(settings: Settings) -> Iterator[Finding]:
 
 
 def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:
-    """Measure steps, and yield the speed and the settings that are too large for it."""
+    """Measure steps; yield the speed, and settings that are too large for it."""
     while core.prepare():
         pass
     costs = core.costs

@@ -82,7 +82,7 @@ class Look:
 
 
 class Watcher:
-    """Reads one server's state; each step is returned once."""
+    """Reads one server's state; each engine step is in one `Look` only."""
 
     def __init__(self, url: str, api_key: str | None, admin_key: str | None) -> None:
         self.url = url
@@ -91,7 +91,7 @@ class Watcher:
         self._last_steps: dict[int, int] = {}
 
     def look(self) -> Look:
-        """Read the state. Raises `ServerError`, but not if only the requests are not shown."""
+        """Read the state. Raises `ServerError`, but not if only the requests cannot be read."""
         with self._client.understood():
             counted = _counted(self._client.get("/metrics").decode())
         try:
@@ -260,7 +260,7 @@ def _state(request: RequestSnapshot) -> Text:
 
 @contextmanager
 def _pressed_keys() -> Iterator[Callable[[float], str]]:
-    """Provide a function that waits for at most so many seconds and returns the pressed keys."""
+    """Provide a function that waits for at most the given seconds and returns the pressed keys."""
     keyboard = sys.stdin.fileno()
 
     def pressed(seconds: float) -> str:

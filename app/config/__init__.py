@@ -1,4 +1,4 @@
-"""Settings: definitions, sources, and the facts that an engine is given.
+"""Settings: definitions, sources, and the engine's configuration made from them.
 
 In reading order:
 

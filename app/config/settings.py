@@ -591,5 +591,5 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **others: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # `load_settings` reads the sources, in the open and in order; constructing a Settings reads none.
+        # Constructing a Settings reads no sources; `load_settings` reads them explicitly, in order.
         return (init_settings,)

@@ -108,12 +108,12 @@ def allowed_values(field: FieldInfo) -> str:
 
 
 def working_value(field: FieldInfo) -> str:
-    """Return a value that works, as one would type it."""
+    """Return a value that works, as a user would type it."""
     return shown(field.examples[0] if field.examples else field.default)
 
 
 def shown(value: object) -> str:
-    """Return a setting's value as one would type it: ``"true"``, ``"16.0MiB"``."""
+    """Return a setting's value as a user would type it: ``"true"``, ``"16.0MiB"``."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

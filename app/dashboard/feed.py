@@ -28,7 +28,7 @@ MAX_BEHIND = 16  # unread frames of a page
 
 
 class Feed:
-    """Owned by the server's event loop."""
+    """The pages' live feed. Owned by the server's event loop."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

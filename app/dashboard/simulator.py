@@ -1,7 +1,7 @@
-"""The page's simulator: the server's scheduler on a virtual clock, a short piece per request.
+"""The page's simulator: the server's scheduler on a virtual clock. Each HTTP request simulates a short piece.
 
-1. A request has all parameters, the times of their changes, and the wanted piece, so equal requests get equal answers.
-   The simulation of the previous piece is kept for a while, and repeated if it is gone.
+1. A request has all parameters, the times of their changes, and the wanted piece of time, so equal requests get equal
+   answers. The state after the previous piece is kept for a while, and computed again if it is gone.
 2. The work is done on one thread in short slices, so that it does not delay tokens.
 """
 
@@ -57,7 +57,7 @@ class SimulationRequest(BaseModel):
 
 
 class Simulator:
-    """Owned by the event loop."""
+    """The simulator of all pages. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, Session] = OrderedDict()

@@ -13,10 +13,10 @@ closed for a new one. The guard promises, on every event loop:
 4. There are never more than `max_connections` connections, nor more than `max_connections_per_address` from one
    address. To make room for a new connection the guard closes, in this order: the connection that has been closing for
    longest because its client does not read its last answer; the connection that has been idle for longest; the
-   connection that has waited for longest for its client to send or to read. The first two are taken from the address
-   with the most connections if it has any, so that a flood from one address displaces itself. If all connections are
-   being served, the new one is refused with an ordinary error body. A connection counts until it is closed.
-5. If the port passes on to another server, each connection gets one more answer, which announces its end, and a
+   connection that its client has stalled for longest, by not sending or not reading. The first two are taken from the
+   address with the most connections if it has any such, so that a flood from one address displaces itself. If all
+   connections are being served, the new one gets an ordinary error body. A connection counts until it is closed.
+5. When another server takes over the port, each connection gets one more answer, which announces the close; a
    connection that stays idle is closed after LAST_IDLE_SECONDS.
 6. When the server ends, idle connections are closed at once, and all others before Hypercorn's own timeout ends.
 """
@@ -150,7 +150,7 @@ class ConnectionGuard:
     # --- called by the server
 
     def drain(self) -> None:
-        """End each connection after its next answer, because the port passes on to another server."""
+        """End each connection after its next answer, because another server takes over the port."""
         self._draining = True
         for connection in self._open:
             connection.answer_once_more()
@@ -168,7 +168,7 @@ class ConnectionGuard:
             self._close(connection)
 
     async def watch(self) -> None:
-        """Hold every connection to its limits, until cancelled."""
+        """Enforce the time limits of all connections, until cancelled."""
         timeout = min(self._send_timeout, self._head_timeout, 8.0)
         while True:
             await anyio.sleep(0.1 if self._draining or self._ending_since is not None else timeout / 8)

@@ -133,8 +133,8 @@ def outlive_lack_of_descriptors() -> None:
 def drain_before_shutdown(
     drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]], guard: ConnectionGuard
 ) -> None:
-    """Make Hypercorn drain before it shuts down (point 3): `drain` awaits the function that it is given, by which
-    Hypercorn waits for the signal to end, and returns when the server may be shut down."""
+    """Make Hypercorn drain before it shuts down (point 3): `drain` gets Hypercorn's wait for the shutdown signal,
+    awaits it, and returns when the server may shut down."""
 
     async def raise_shutdown(trigger: Callable[[], Awaitable[None]]) -> None:
         await drain(trigger)
@@ -189,7 +189,7 @@ class _NoTimer:
 
 
 class ServerConnection:
-    """A mixin of Hypercorn's `TCPServer` classes for asyncio and for trio, which differ little in what is used here."""
+    """A mixin for Hypercorn's `TCPServer` classes of asyncio and of trio."""
 
     guard: ClassVar[ConnectionGuard | None] = None
     config: Any
@@ -239,7 +239,7 @@ class ServerConnection:
 
     @property
     def grace(self) -> float:
-        """The seconds that a connection may last after the server's end: half of Hypercorn's own timeout."""
+        """Seconds that a connection may last once the server ends: half of Hypercorn's own timeout."""
         return float(self.config.graceful_timeout) / 2
 
     @property
@@ -262,7 +262,7 @@ class ServerConnection:
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def answer_once_more(self) -> None:
-        """Announce in each answer that it is the last, on all connections: they share `config`. HTTP/1 only."""
+        """Let the next answer of every connection announce the close: they share `config`. HTTP/1 only."""
         self.config.keep_alive_max_requests = 1  # the count includes the request that is being answered
 
     def close(self) -> None:
@@ -442,7 +442,7 @@ class _Stream(HTTPStream):
         self.task_group: Any = self  # Hypercorn calls its `spawn_app`, which puts the task group back
 
     async def spawn_app(self, app: Any, config: Any, scope: Any, send: Any) -> Callable[[Any], Awaitable[None]]:
-        """Run the application, instead of Hypercorn's task group (S8). Return what passes a message to it."""
+        """Run the application, instead of Hypercorn's task group (S8). Return a function that passes it a message."""
         self.task_group = self._tasks
         scope["extensions"][CALL_ON_DISCONNECT] = self._call_on_disconnect
         run_app = sys.modules[type(self._tasks).__module__]._handle

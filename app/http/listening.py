@@ -65,8 +65,8 @@ async def serve_listeners(handler: Callable[..., Awaitable[None]], listeners: li
 
 
 async def stop_listening(*, inherited: bool) -> None:
-    """Close the listening sockets, which other processes have, too, if `inherited`. Returns when every connection that
-    was queued at them is served here, or left to a process with the same socket."""
+    """Close the listening sockets. `inherited`: other processes have the same sockets. Returns when every connection
+    that was queued at them is served here, or left to such a process."""
     for listener, _, _ in () if inherited else _listening:
         _ignore_newcomers(listener)
         await anyio.sleep(SECONDS_TO_BEGIN)

@@ -177,7 +177,7 @@ class Authentication:
         await (self._app if error is None else self._refuse(error))(scope, receive, send)
 
     def _wrong_key(self, scope: Scope) -> ApiError | None:
-        """Return the error of a request that may not pass; set the tenant of one that passes with a client's key."""
+        """Return the error for a wrong or missing key. Otherwise return None, and set the tenant of a client's key."""
         tenants, access = self._tenants, self._access(scope)
         if access is Access.OPEN:
             return None
@@ -197,7 +197,7 @@ class Authentication:
         return None
 
     def _access(self, scope: Scope) -> Access:
-        """Return the access of the router's choice: the first route of this path and method, else of this path."""
+        """Return the access of the route that will match: the first of this path and method, else of this path."""
         partial: BaseRoute | None = None
         for route in self._routes:
             match, _ = route.matches(scope)

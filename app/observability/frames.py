@@ -16,7 +16,7 @@ frame per line. A frame has the steps that ended since the previous frame, so a 
                 budget   the number of prefill tokens that fit into it in addition to decodes
                 rows     [request, tokens computed, tokens sampled at most] of each request in it; a request with more
                          computed than sampled is in prefill, and with 0 sampled its prefill continues
-                left     [request, reason] of each request that lost its running slot or ended after the step before:
+                left     [request, reason] of each request that lost its running slot or ended since the previous step:
                          "preempted", "stop", "length", "abort", "error" or "timeout"
     running   the first MOST_REQUESTS running requests, as `engine.snapshot.RequestSnapshot`
     waiting   the first MOST_REQUESTS waiting requests, in the order in which they would run; `waits_for` has the reason

@@ -8,7 +8,7 @@ labelled metrics are bound once, because looking one up costs more than counting
 2. `prompt_tokens_total` and `generation_tokens_total` are the sum of the usage of all accepted requests. A prompt
    counts once, cached or not, with its first token, or with the end if there is none; generated tokens count as they
    come.
-3. `prompt_tokens_by_source_total` has the tokens computed for prompts, also again after a preemption.
+3. `prompt_tokens_by_source_total` counts tokens computed for prompts, repetitions after a preemption included.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Metrics(Observer):
         # Not vLLM's, so they have a name of their own whatever the prefix is.
         text = "How late the event loop woke a task that slept for 50 ms."
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
-        text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
+        text = "Processor time for which a request, or a delivery of outputs, held the event loop without a break."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Estimated seconds until all waiting requests have their first token."
         self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
@@ -190,7 +190,7 @@ class Metrics(Observer):
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
-            "failed_loads": by_tier("headrace:kv_tier_failed_loads", "Chunks that were torn, foreign or gone."),
+            "failed_loads": by_tier("headrace:kv_tier_failed_loads", "Chunks damaged, missing or of another model."),
             "loaded_bytes": by_tier("headrace:kv_tier_loaded_bytes", "Bytes that were loaded."),
             "load_seconds": by_tier("headrace:kv_tier_load_seconds", "Seconds of reading, checking and copying."),
             "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),
@@ -293,7 +293,7 @@ class Metrics(Observer):
         return recent
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
-        """Record `count` tokens, each `seconds` after the token before it in its choice."""
+        """Record `count` tokens, each `seconds` after the previous token of its choice."""
         self._itl.observe(seconds, count)
 
     def on_request_finished(self, finished: FinishedRequest) -> None:
@@ -344,7 +344,7 @@ class Metrics(Observer):
         output.inc(output_tokens)
 
     def on_tools_left_out(self, types: Iterable[str]) -> None:
-        """Count a request with tools of these types that the model is not shown."""
+        """Count a request with unsupported tools, which are dropped, of these types."""
         for kind in {family(each) for each in types}:
             self._left_out[kind].inc()
 

@@ -118,7 +118,7 @@ class SpanTracer:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what is taken out of the queue, and what did not arrive: traces by the spans of their requests."""
+    """Counts the spans taken out of the queue, and the traces that did not arrive, by their request spans."""
 
     def __init__(self, exporter: SpanExporter, on_lost: Callable[[Loss, int], None]) -> None:
         self.num_taken = 0  # spans; written by the exporting thread alone
@@ -137,14 +137,14 @@ class _CountingExporter(SpanExporter):
 
 
 def _with_path(endpoint: str | None) -> str | None:
-    """A collector's URL; without a path it gets the usual one. None leaves it to the environment."""
+    """Return a collector's URL, with the usual path if it has none; None leaves it to the environment."""
     if endpoint is None or urlsplit(endpoint).path.strip("/"):
         return endpoint
     return endpoint.rstrip("/") + "/v1/traces"
 
 
 def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
-    """W3C's headers. A `traceparent` that comes twice says nothing; lists of `tracestate` add up."""
+    """Return W3C's trace headers. A repeated `traceparent` is ignored; `tracestate` lists are joined."""
     found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
     for name, value in headers:
         if name in (b"traceparent", b"tracestate"):
@@ -210,9 +210,9 @@ CHOICE: Final = "headrace.choice"
 # --------------------------------------------------------------------------------------------------------------- phases
 # The phases of a request from its arrival to its end. They follow each other without a gap, so they add up.
 #
-# A phase is what the answer waits for. With several choices it is the phase of the choice that is furthest: a choice
-# that decodes hides another that waits. The engine continues while the client does not read, so its phases count until
-# it is done; the times at which sending was blocked are separate (`RequestScope.blocked`).
+# A phase is what the answer waits for. With several choices it is the phase of the choice furthest along: a choice that
+# decodes hides another that waits. The engine continues while the client does not read, so its phases count until it is
+# done; the times at which sending was blocked are separate (`RequestScope.blocked`).
 
 
 MAX_SPANS: Final = 64  # of one request in the engine; further phases are part of the last span

@@ -87,7 +87,7 @@ LEAST_BYTES: Final = 2**20  # for all of them
 
 
 class Timelines:
-    """The timelines of ended requests, as JSON. The oldest timeline of the tenant that has most is dropped first."""
+    """The timelines of ended requests, as JSON. The tenant with the most timelines loses its oldest first."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -109,7 +109,7 @@ def new_head(
 
 
 async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
-    """Return the number of tokens of a conversation, even of one that is too long: clients ask for it to find out."""
+    """Return the number of tokens of a conversation, even of one that is too long: clients ask to find out."""
     chat.check_template_kwargs(server.settings.template_kwargs)
     model = server.model
     longest = model.engine_info.max_model_len

@@ -93,7 +93,7 @@ def default_sampling(settings: Settings, files: ModelFiles) -> dict[str, float |
 
 
 def chat_parameters(settings: Settings) -> dict[str, float]:
-    """Return the fields that chat clients for people add to their requests, for `/v1/models`."""
+    """Return the fields that interactive chat clients add to their requests, for `/v1/models`."""
     is_embedded = settings.model == EMBEDDED_MODEL and settings.sampling_defaults == "model"
     return dict(EMBEDDED_CHAT) if is_embedded else {}
 
@@ -121,8 +121,8 @@ def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
     """Return the tokens that end an answer: the EOS tokens of the model's files, and the end tokens of the tool-call
     syntaxes that the vocabulary has as special tokens.
 
-    Files often name only one of them, and a model that is not stopped goes on after its call. A file may also name a
-    token that the model's syntax has inside of answers, such as `<|end|>` of gpt-oss: that ends none.
+    Files often list only one of these, and a model that is not stopped would generate on after its call. A file may
+    also name a token that the model's syntax has inside of answers, such as `<|end|>` of gpt-oss: that ends none.
     """
     added = files.tokenizer.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}

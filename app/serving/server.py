@@ -436,7 +436,7 @@ class ServedModel:
     embedder: Embedder
     engine_info: EngineReady
     default_sampling: Mapping[str, float | None]  # for fields that a request does not set
-    chat_parameters: Mapping[str, float]  # that chat clients for people add
+    chat_parameters: Mapping[str, float]  # that interactive chat clients add
     tokenizer_info: dict[str, Any]
     fingerprint: str  # of the model and its compute form
 

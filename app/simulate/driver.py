@@ -106,7 +106,7 @@ class Session:
 
     def advance(self, until: float = math.inf, max_steps: int = 1000, max_work: float = math.inf) -> None:
         """Simulate up to the virtual time `until`, in at most `max_steps` steps; no step begins after `max_work`.
-        Raises ValueError if more requests are unfinished than are kept in memory; the session is then at its end."""
+        Raises ValueError if too many requests are unfinished to keep in memory; the session cannot go on then."""
         self.simulation.advance(until, max_steps, max_work)
 
     @property

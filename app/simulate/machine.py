@@ -95,7 +95,7 @@ class Machine:
 
 
 def _one_engine(info: dict[str, Any], model: str) -> dict[str, Any]:
-    """Return this model's engine, or the only one, of a GPU benchmark's result; other answers unchanged. Raises
+    """Return this model's engine, or the only one, from a GPU benchmark's result; return other data unchanged. Raises
     ValueError."""
     engines = info.get("engines")
     if not isinstance(engines, dict):

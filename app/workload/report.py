@@ -18,7 +18,7 @@ import numpy as np
 from app.config.settings import SettingsError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-SLO_METRICS = ("ttft", "tpot", "e2el")  # those of which each request has one value
+SLO_METRICS = ("ttft", "tpot", "e2el")  # latencies with one value per request
 PERCENTILES = (50.0, 90.0, 99.0)
 
 
@@ -42,7 +42,7 @@ class RequestRecord:
     text: str = ""
 
     def mark_unsent(self, time: float) -> None:
-        """Let it fail at this time without being sent: the previous turn of its conversation failed."""
+        """Mark as failed and never sent, because the previous turn of its conversation failed."""
         self.scheduled_time = self.start_time = self.end_time = time
         self.error = "not sent: the previous turn failed"
 
@@ -123,7 +123,7 @@ def summarize(
 
 
 def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles (linear between neighbours), in ms. Zeros of no values."""
+    """Return mean, median, standard deviation and percentiles (linear between neighbours), in ms; 0 of no values."""
     values = 1e3 * np.asarray(seconds or (0.0,))
     figures = {f"mean_{name}_ms": values.mean(), f"median_{name}_ms": np.median(values), f"std_{name}_ms": values.std()}
     figures |= {f"p{p:g}_{name}_ms": np.percentile(values, p) for p in percentiles}

@@ -109,7 +109,7 @@ ROWS: dict[str, list[Panel]] = {
         ("Time for it", "percentunit", "Seconds of each second; storing does not delay steps.",
          [rate("headrace:kv_tier_load_seconds_total", "tier", I, "loading"),
           rate("headrace:kv_tier_store_seconds_total", "tier", I, "storing")]),
-        ("Failed loads", "ops", "Chunks that were torn, foreign or gone; their tokens are computed.",
+        ("Failed loads", "ops", "Chunks damaged, missing or of another model; their tokens are computed.",
          [rate("headrace:kv_tier_failed_loads_total", "tier", I)]),
     ],
     "Tenants": [

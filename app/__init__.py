@@ -44,11 +44,13 @@ def _application_from_environment() -> Starlette:
     from app.application import create_app, end_process
     from app.config.settings import SettingsError
     from app.config.sources import load_settings
-    from app.serving.process import check_workers
+    from app.serving.process import check_socket_settings, check_workers
 
     try:
         check_workers()
-        return create_app(load_settings())
+        settings = load_settings()
+        check_socket_settings(settings)
+        return create_app(settings)
     except SettingsError as error:
         # The first call is the lifespan. If it raised, Hypercorn would log the exception and go on without a lifespan.
         end_process(error)

@@ -31,8 +31,8 @@ from app.http.hypercorn import (
     outlive_lack_of_descriptors,
     patch_hypercorn,
 )
-from app.http.listening import stop_listening
-from app.http.middleware import Access, Authentication, BrowserCheck, HeadCheck
+from app.http.listening import Certificate, stop_listening
+from app.http.middleware import Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
 from app.observability.logs import configure_logging
 from app.routes import generation, operations, pages, responses
 from app.routes.generation import dialect_handlers
@@ -52,11 +52,11 @@ NOT_OFFERED = {
 ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
 
-def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
+def create_app(settings: Settings, *, inherited: bool = False, certificate: Certificate | None = None) -> Starlette:
     """Make the server's ASGI application. It answers at once; the model loads in the background of its lifespan.
 
     If the port is shared with other servers, by a socket that was `inherited` or by `reuse_port`, it is opened when the
-    model is loaded and closed when the drain begins.
+    model is loaded and closed when the drain begins. `certificate` is read again at SIGHUP.
     """
     configure_logging(settings)
     server = Server(settings, on_fatal=end_process)
@@ -100,7 +100,7 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
                 task_group.start_soon(guard.watch)
                 task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
                 task_group.start_soon(shutdown.listen_for_signals)
-                task_group.start_soon(reload_on_hangup, server)
+                task_group.start_soon(reload_on_hangup, server, certificate)
                 task_group.start_soon(keep_informed, server)
                 if shares_port:
                     await _loaded_or_ended(server, shutdown)
@@ -167,6 +167,7 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
     application = Starlette(
         routes=routes,
         middleware=[
+            *([Middleware(CrossOrigin, origins=settings.allowed_origins)] if settings.allowed_origins else ()),
             Middleware(HeadCheck, refuse=refuse),
             Middleware(BrowserCheck, settings=settings, tenants=server.tenants, refuse=refuse),
             Middleware(Authentication, routes=routes, tenants=server.tenants, refuse=refuse, log=settings.log_requests),

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from app.application import create_app
 from app.config.sources import Given, check_settings, load_settings
+from app.serving.process import check_socket_settings
 from app.serving.server import Server
 from engine.child_main import end_when_stopped
 from engine.costs.table import StepCostTable
@@ -143,6 +144,7 @@ def build(arguments: dict[str, Any]) -> serve.Application:
     """Return the application that Serve runs. `arguments` are Headrace's settings; Serve's own configuration of the
     deployment overrides the defaults here. Raises `SettingsError`."""
     settings = check_settings({name: Given(value, _spelled(name)) for name, value in arguments.items()})
+    check_socket_settings(settings)
     deployment = serve.deployment(
         name="headrace",
         max_ongoing_requests=NO_LIMIT,

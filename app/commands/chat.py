@@ -42,7 +42,7 @@ def chat_with(url: str, settings: Settings, *, system: str | None, temperature: 
 def chat_here(settings: Settings, *, system: str | None, temperature: float | None) -> int:
     """Run the server in this process and talk to it."""
     key = secrets.token_urlsafe(32)
-    own = {"host": "127.0.0.1", "port": 0, "api_keys": (SecretStr(key),), "drain_timeout": 1.0}
+    own = {"host": "127.0.0.1", "port": 0, "uds": None, "api_keys": (SecretStr(key),), "drain_timeout": 1.0}
     settings = settings.model_copy(update=own | {"log_requests": False, "log_level": "error"})
     with _server(settings) as url:
         client = ServerClient(url, key)

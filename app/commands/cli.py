@@ -73,11 +73,12 @@ def serve(settings: Settings) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C."""
     import anyio
 
-    from app.http.listening import inherited_listener
+    from app.http.listening import Certificate, inherited_listener
     from app.runtime import frozen_imports
     from app.serving.process import ignore_hangup
 
     ignore_hangup(settings)
+    certificate = Certificate.of(settings)
     inherited = inherited_listener()
     with frozen_imports("app.application"):
         from app.serving.process import bind, run
@@ -88,7 +89,8 @@ def serve(settings: Settings) -> int:
 
     # The application handles signals itself. A second receiver would take the first signal, and on asyncio restore the
     # default action for the next one.
-    run(create_app(settings, inherited=inherited is not None), settings, listener, anyio.sleep_forever)
+    application = create_app(settings, inherited=inherited is not None, certificate=certificate)
+    run(application, settings, listener, anyio.sleep_forever, certificate)
     return 0
 
 

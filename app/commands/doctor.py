@@ -19,6 +19,7 @@ from app.admission.tenants import Tenants
 from app.config.settings import Settings, SettingsError
 from app.config.sources import flag_name
 from app.http.connections import ENOUGH_FILES, connection_limits
+from app.http.listening import Certificate
 from app.library import loading
 from app.observability.tracing import open_tracer
 from app.serving.loading import core_factory, open_files
@@ -172,7 +173,7 @@ def _network(settings: Settings) -> Iterator[Finding]:
     except HeadraceError as error:
         yield Finding(WRONG, "network", str(error))
         return
-    text = f"port {settings.port} is free; {limits.connections} connections at once"
+    text = f"{settings.uds or f'port {settings.port}'} is free; {limits.connections} connections at once"
     if limits.connections < settings.max_queued_requests:
         few = f"{text}, fewer than {settings.max_queued_requests} requests that may wait"
         yield Finding(NOTE, "network", few, f"ulimit -n {ENOUGH_FILES}")
@@ -181,9 +182,10 @@ def _network(settings: Settings) -> Iterator[Finding]:
 
 
 def _other_settings(settings: Settings) -> Iterator[Finding]:
-    """Check the files of tenants and the tracing settings."""
+    """Check the files of tenants, the certificate and the tracing settings."""
     try:
         Tenants(settings)
+        Certificate.of(settings)
         open_tracer(settings, lambda reason, count: None).close()
     except SettingsError as error:
         yield Finding(WRONG, "settings", str(error))

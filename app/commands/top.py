@@ -53,7 +53,8 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(settings: Settings, *, url: str | None, api_key: str | None, interval: float, once: bool) -> int:
     """Show the server's state until `q` is pressed. Raises ServerError if the first request fails."""
     own, admin = (keys[0].get_secret_value() if keys else None for keys in (settings.api_keys, settings.admin_keys))
-    watcher = Watcher(url or f"http://127.0.0.1:{settings.port}", api_key or own, admin or api_key)
+    here = f"{'http' if settings.ssl_certfile is None else 'https'}://127.0.0.1:{settings.port}"
+    watcher = Watcher(url or here, api_key or own, admin or api_key)
     if not 0 < interval <= MAX_INTERVAL:
         raise SettingsError(f"--interval: got {interval:g}; allowed: seconds, more than 0 and at most {MAX_INTERVAL:g}")
     interval = max(interval, 0.1)

@@ -55,6 +55,7 @@ def check_together(settings: Settings) -> None:
             f"({settings.model}). What works: model = {settings.model.partition(':')[0]}, or no gguf_file"
         )
     _check_hosts(settings)
+    _check_doors(settings)
     _check_tiers(settings)
     _check_ranks(settings)
 
@@ -66,6 +67,19 @@ def _check_hosts(settings: Settings) -> None:
                 f"allowed_hosts: got {name!r}; allowed: names of hosts, without scheme, port, path or pattern, or * "
                 "for every host. A value that works: llm.example.com"
             )
+
+
+def _check_doors(settings: Settings) -> None:
+    for origin in settings.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+", origin):
+            raise ValueError(
+                f"allowed_origins: got {origin!r}; allowed: scheme, host and port as browsers send them in Origin, "
+                "without a path or pattern, or * for every page. A value that works: https://chat.example.com"
+            )
+    if settings.uds is not None and settings.reuse_port:
+        raise ValueError(
+            "reuse_port shares a port, and uds is a Unix socket, which one server has. What works: one of the two"
+        )
 
 
 def _check_tiers(settings: Settings) -> None:
@@ -240,6 +254,11 @@ class Settings(BaseSettings):
         description="Tags around the model's reasoning. auto: those in its chat template. "
         "think: <think>. none: reasoning is part of the answer.",
     )
+    chat_template: UserPath | None = Field(
+        None,
+        description="File of a Jinja chat template that replaces the model's own.",
+        examples=["/etc/headrace/template.jinja"],
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
     seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed.", ge=0, le=2**63 - 1)
 
@@ -358,6 +377,29 @@ class Settings(BaseSettings):
         False,
         description="Share the port with other servers (SO_REUSEPORT, on Linux). It is opened when the model is loaded "
         "and closed when the drain begins, without loss of connections.",
+    )
+    uds: UserPath | None = Field(
+        None,
+        description="Unix socket to listen on instead of host and port. One that no server has any more is replaced.",
+        examples=["/run/headrace/headrace.sock"],
+    )
+    uds_mode: str = Field("660", description="Permissions of the Unix socket, in octal.", pattern=r"^0?[0-7]{3}$")
+    ssl_certfile: UserPath | None = Field(
+        None,
+        description="PEM file of the certificate, its chain and perhaps its key, for HTTPS (TLS 1.2 or newer). It is "
+        "read again at SIGHUP.",
+        examples=["/etc/headrace/tls.crt"],
+    )
+    ssl_keyfile: UserPath | None = Field(
+        None,
+        description="PEM file of the certificate's private key, without a passphrase.",
+        examples=["/etc/headrace/tls.key"],
+    )
+    allowed_origins: StringList = Field(
+        (),
+        description="Origins of web pages that may call the API from a browser and read its answers (CORS), comma "
+        "separated; *: any. Default: none.",
+        examples=["https://chat.example.com"],
     )
     allowed_hosts: StringList = Field(
         (),

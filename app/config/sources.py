@@ -189,9 +189,8 @@ _OF_VLLM = {
     "default_chat_template_kwargs": "template_kwargs",
     "shutdown_timeout": "drain_timeout",
     "generation_config": "sampling_defaults",
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "enable_ssl_refresh"), ""),
-    **dict.fromkeys(("enforce_eager", "runner", "headless"), ""),
-    **dict.fromkeys(("tokenizer", "chat_template", "response_role", "tool_server", "logits_processors"), ""),
+    **dict.fromkeys(("enforce_eager", "runner", "headless", "enable_ssl_refresh"), ""),
+    **dict.fromkeys(("tokenizer", "response_role", "tool_server", "logits_processors"), ""),
     **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format", "kv_cache_dtype"), ""),
     **dict.fromkeys(
         ("scheduling_policy", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""

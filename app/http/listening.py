@@ -1,4 +1,4 @@
-"""Listening sockets: port sharing at a restart, and sockets passed by systemd.
+"""Listening sockets: port sharing at a restart, TLS, and sockets passed by systemd.
 
 The kernel queues new connections at a listening socket until they are accepted, and resets them when that socket is
 closed. Processes can share a port in two ways; each needs a different procedure so that no connection is lost:
@@ -20,15 +20,17 @@ import ctypes
 import logging
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 
-from app.config.settings import SettingsError
+from app.config.settings import Settings, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,10 @@ async def serve_listeners(handler: Callable[..., Awaitable[None]], listeners: li
     import trio
 
     with trio.CancelScope() as scope:
-        _listening.extend((listener.socket, scope.cancel, lambda: None) for listener in listeners)
+        sockets = [
+            getattr(listener, "transport_listener", listener).socket for listener in listeners
+        ]  # the former: TLS
+        _listening.extend((sock, scope.cancel, lambda: None) for sock in sockets)
         is_open.set()
         await trio.serve_listeners(handler, listeners, **more)
 
@@ -93,6 +98,58 @@ def _num_waiting(listener: Any) -> int:
     """Return the number of connections that wait to be accepted: `tcpi_unacked` of a listening socket."""
     info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
     return int(struct.unpack_from("I", info, 24)[0])
+
+
+# ------------------------------------------------------------------------------------------------------------------ TLS
+
+
+class Certificate:
+    """The certificate of a listening socket, with its key. It can be renewed while the server runs: each handshake
+    takes the latest. Raises SettingsError for files that cannot be used."""
+
+    def __init__(self, certfile: Path, keyfile: Path) -> None:
+        self.certfile, self.keyfile = certfile, keyfile
+        self._latest = self._read()
+
+    @classmethod
+    def of(cls, settings: Settings) -> Certificate | None:
+        """Return the certificate that the settings name, or None."""
+        certfile, keyfile = settings.ssl_certfile, settings.ssl_keyfile
+        if certfile is not None:
+            return cls(certfile, keyfile or certfile)
+        if keyfile is not None:
+            raise SettingsError(f"ssl_keyfile: got {keyfile}, and no ssl_certfile. What works: both, or neither")
+        return None
+
+    def renew(self) -> None:
+        """Read the files again. Raises SettingsError and keeps the certificate if they cannot be used."""
+        self._latest = self._read()
+
+    def listening_context(self) -> ssl.SSLContext:
+        """Return a context that takes the latest certificate at each handshake."""
+        context = self._read()
+
+        def take_latest(connection: ssl.SSLObject, *_: object) -> None:
+            connection.context = self._latest
+
+        context.sni_callback = take_latest  # called also if the client names no server
+        return context
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            for path in (self.certfile, self.keyfile):
+                path.open("rb").close()  # an error of this names the file
+            context.load_cert_chain(self.certfile, self.keyfile, password=lambda: "")  # or else it asks the terminal
+        except OSError as error:
+            why = error.reason if isinstance(error, ssl.SSLError) else f"{error.filename}: {error.strerror}"
+            raise SettingsError(
+                f"ssl_certfile, ssl_keyfile: cannot use {self.certfile} with {self.keyfile} ({why}). What works: PEM "
+                "files of a certificate, followed by its chain, and of its own private key without a passphrase"
+            ) from error
+        return context
 
 
 # -------------------------------------------------------------------------------------------------------------- systemd

@@ -1,5 +1,6 @@
-"""Checks that come before every handler: the request's head, and the API key that its route asks for. Pure ASGI: it
-wraps calls and never touches `receive()`. `refuse` makes the application that answers with an error."""
+"""Checks that come before every handler: the page that asks (CORS), the request's head, and the API key that its route
+asks for. Pure ASGI: it wraps calls and never touches `receive()`. `refuse` makes the application that answers with an
+error."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.admission.tenants import Tenants
 from app.config.settings import Settings
@@ -59,6 +60,51 @@ def _wrong_head(scope: Scope) -> ApiError | None:
     return None
 
 
+_ALLOWED_ORIGIN = "headrace.allowed_origin"
+_ORIGIN_DEPENDS = (b"vary", b"Origin")  # a cache must not give one page the answer for another
+_ASKED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,4096}")
+
+
+class CrossOrigin:
+    """Let web pages of the setting `allowed_origins` call the API and read its answers (CORS), except the dashboard's.
+
+    A browser first asks, without a key, what a page may send (the preflight); the answer allows the headers that the
+    page names, `Authorization` among them, and no cookies. Every answer to such a page, an error or a stream too, says
+    that the page may read it. Other pages get what they get without the setting.
+    """
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
+        self._app = app
+        self._allows_any = "*" in origins
+        self._origins = {origin.lower().encode() for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/dashboard"):
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"])
+        origin = given.get(b"origin", b"").lower()
+        is_allowed = origin != b"" and (self._allows_any or origin in self._origins)
+        headers = [] if self._allows_any else [_ORIGIN_DEPENDS]
+        if is_allowed:
+            headers.append((b"access-control-allow-origin", b"*" if self._allows_any else given[b"origin"]))
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in given:
+                headers += (b"access-control-allow-methods", b"GET, POST, DELETE"), (b"access-control-max-age", b"600")
+                if _ASKED_HEADERS.fullmatch(asked := given.get(b"access-control-request-headers", b"")):
+                    headers.append((b"access-control-allow-headers", asked))
+                await send({"type": "http.response.start", "status": 204, "headers": headers})
+                await send({"type": "http.response.body"})
+                return
+            headers.append((b"access-control-expose-headers", b"*"))
+
+        async def send_allowed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        await self._app({**scope, _ALLOWED_ORIGIN: is_allowed}, receive, send_allowed)
+
+
 class BrowserCheck:
     """Keep web pages from using a server without keys through a browser that can reach it.
 
@@ -88,7 +134,8 @@ class BrowserCheck:
         hosts = [value for name, value in headers if name == b"host"]
         if (is_local or self._allowed) and not all(self._is_own(host) for host in hosts):
             return _wrong_host(hosts)
-        if is_open and scope["method"] not in _SAFE_METHODS and self._is_foreign(headers, hosts):
+        may_be_foreign = scope["method"] in _SAFE_METHODS or scope.get(_ALLOWED_ORIGIN, False)
+        if is_open and not may_be_foreign and self._is_foreign(headers, hosts):
             return _FOREIGN_ORIGIN
         return _NOT_JSON if is_local and _has_other_body(headers) else None
 
@@ -249,7 +296,7 @@ _NO_ADMINS = ApiError(
 _FOREIGN_ORIGIN = ApiError(
     403,
     "A web page of another origin sent this request, and the server has no API keys. Set api_keys, or add the page's "
-    "host to the setting allowed_hosts.",
+    "origin to the setting allowed_origins.",
     code="foreign_origin",
 )
 _NOT_JSON = ApiError(

@@ -10,14 +10,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.engine import describe, engine_config
-from app.config.settings import Settings, is_secret
+from app.config.settings import Settings, SettingsError, is_secret
 from app.config.sources import env_name
 from app.observability.logs import bound
 from app.runtime import frozen_imports
@@ -54,8 +55,9 @@ ENGINE_MODULE = "app.serving.engine_main"  # tests replace it by one with faults
 
 
 def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
-    """Find or fetch the model and read everything but its weights. Blocks. Raises ModelError, and ConfigError if the
-    model cannot be divided among so many ranks, before any of their processes is started."""
+    """Find or fetch the model and read everything but its weights. Blocks. Raises ModelError, SettingsError for a
+    `chat_template` that cannot be read, and ConfigError if the model cannot be divided among so many ranks, before any
+    of their processes is started."""
     files = open_model(
         settings.model_source,
         cache_dir=settings.cache_dir,
@@ -63,9 +65,20 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
         seed=settings.seed,
         progress=progress,
     )
+    if settings.chat_template is not None:
+        files = replace(files, chat_template=_read_template(settings.chat_template))
     if settings.num_ranks > 1:
         _check_layout(settings, files)
     return files
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"chat_template: cannot read {path}: {getattr(error, 'strerror', None) or error}. What works: UTF-8 text"
+        ) from error
 
 
 def _check_layout(settings: Settings, files: ModelFiles) -> None:

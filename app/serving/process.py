@@ -2,7 +2,8 @@
 
 1. The port is bound before the model is loaded, so that a port in use is reported at once.
 2. One process serves.
-3. asyncio, uvloop and trio behave alike. `deploy/hypercorn.toml` has the same values for `hypercorn app:main`.
+3. A Unix socket, and TLS with a certificate that can be renewed, are the server's own only under `headrace serve`.
+4. asyncio, uvloop and trio behave alike. `deploy/hypercorn.toml` has the same values for `hypercorn app:main`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -29,7 +31,7 @@ from hypercorn.typing import ASGIFramework
 from app.admission.tenants import Tenants
 from app.config.settings import Settings, SettingsError
 from app.http.hypercorn import patch_hypercorn
-from app.http.listening import is_open, notify
+from app.http.listening import Certificate, is_open, notify
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -44,11 +46,13 @@ STARTUP_TIMEOUT = 7 * 86400  # seconds: where the port is shared, the applicatio
 
 
 def bind(settings: Settings) -> socket.socket:
-    """Return the server's socket. Raises `SettingsError` if host and port cannot be bound.
+    """Return the server's socket. Raises `SettingsError` if host and port, or the path of `uds`, cannot be bound.
 
     The socket listens already, unless the port is shared: then the other servers take the connections until the model
     is loaded.
     """
+    if settings.uds is not None:
+        return _bind_path(settings.uds, int(settings.uds_mode, 8))
     host, port = settings.host, settings.port
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
@@ -74,15 +78,48 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
+def _bind_path(path: Path, mode: int) -> socket.socket:
+    """Return the Unix socket at `path`, after removing one there that no process listens on."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+        umask = os.umask(0o777 & ~mode)  # not a chmod afterwards: the socket never has wider permissions
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(umask)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            why = "a server listens there" if path.is_socket() else "the file there is no socket"
+        raise SettingsError(
+            f"uds: cannot listen on {path}: {why}. What works: a new path of at most 107 bytes in a folder of its user"
+        ) from error
+    return listener
+
+
 def run(
     app: ASGIApp,
     settings: Settings,
     listener: socket.socket,
     shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
+    certificate: Certificate | None = None,
 ) -> None:
     """Serve on `listener` until `shutdown_trigger` returns (by default at SIGTERM or Ctrl-C), then drain and return. A
     second Ctrl-C does not wait for the drain."""
     config = hypercorn_config(settings, listener)
+    if certificate is not None:
+        config.certfile, config.keyfile = str(certificate.certfile), str(certificate.keyfile)
+        config.create_ssl_context = certificate.listening_context  # type: ignore[method-assign]
+        config.ssl_handshake_timeout = settings.body_timeout  # no connection counts before its handshake
     trigger = shutdown_trigger or _signalled
     asgi = cast(ASGIFramework, app)  # Hypercorn has a type for each message, Starlette has mappings
     if settings.worker_class == "trio":
@@ -219,7 +256,7 @@ def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:
 
 
 # ------------------------------------------------------------------------------------------------------------ reloading
-# SIGHUP: a running server reads the tenants of `api_keys_file` again.
+# SIGHUP: a running server reads the tenants of `api_keys_file`, and its certificate, again.
 
 
 _STAYS = "api_keys, admin_keys and other settings stay as they were at the start"
@@ -231,9 +268,9 @@ def ignore_hangup(settings: Settings) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-async def reload_on_hangup(server: Server) -> None:
-    """Read the tenants again at each SIGHUP. Keys that are gone from the file are refused at once; running requests
-    keep their tenants. A file with an error changes nothing."""
+async def reload_on_hangup(server: Server, certificate: Certificate | None = None) -> None:
+    """Read the tenants and the certificate again at each SIGHUP. Keys that are gone from the file are refused at once;
+    running requests keep their tenants. A file with an error changes nothing."""
     settings = server.settings
     if not _takes_hangup(settings):
         return
@@ -241,26 +278,42 @@ async def reload_on_hangup(server: Server) -> None:
     try:
         with anyio.open_signal_receiver(signal.SIGHUP) as signals:
             async for _ in signals:
-                if settings.api_keys_file is None:
+                if certificate is not None:
+                    await _renew(certificate)
+                if settings.api_keys_file is not None:
+                    await _reload_tenants(server)
+                elif certificate is None:
                     logger.warning("Nothing was read again: %s, and there is no api_keys_file", _STAYS)
-                    continue
-                try:
-                    tenants = await to_thread.run_sync(Tenants, settings)
-                except SettingsError as error:
-                    logger.error("Tenants and keys stay as they were. %s", error)
-                else:
-                    server.tenants.replace(tenants)
-                    server.admission.set_tenants(tenants.all)
-                    server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)
-                    logger.info("Tenants and keys were read again, tenants: %d; %s", len(tenants.all), _STAYS)
     finally:
         signal.signal(signal.SIGHUP, before)  # asyncio would leave the default
+
+
+async def _renew(certificate: Certificate) -> None:
+    try:
+        await to_thread.run_sync(certificate.renew)
+    except SettingsError as error:
+        logger.error("The certificate stays as it was. %s", error)
+    else:
+        logger.info("The certificate was read again, for connections from now on")
+
+
+async def _reload_tenants(server: Server) -> None:
+    try:
+        tenants = await to_thread.run_sync(Tenants, server.settings)
+    except SettingsError as error:
+        logger.error("Tenants and keys stay as they were. %s", error)
+        return
+    server.tenants.replace(tenants)
+    server.admission.set_tenants(tenants.all)
+    server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)
+    logger.info("Tenants and keys were read again, tenants: %d; %s", len(tenants.all), _STAYS)
 
 
 def _takes_hangup(settings: Settings) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
-    return settings.api_keys_file is not None or not os.isatty(0)  # the terminal sends SIGHUP when it is closed
+    has_files = settings.api_keys_file is not None or settings.ssl_certfile is not None
+    return has_files or not os.isatty(0)  # the terminal sends SIGHUP when it is closed
 
 
 # -------------------------------------------------------------------------------------------------------------- workers
@@ -270,6 +323,16 @@ def _takes_hangup(settings: Settings) -> bool:
 
 
 _TIMEOUT = 10.0  # seconds in which all workers start
+
+
+def check_socket_settings(settings: Settings) -> None:
+    """Raise `SettingsError` for the settings of a socket, where another program than `headrace serve` opens it."""
+    for name in ("uds", "ssl_certfile"):
+        if getattr(settings, name) is not None:
+            raise SettingsError(
+                f"{name}: got {getattr(settings, name)}; only headrace serve opens its socket itself. What works: "
+                f"headrace serve, or {name} unset and hypercorn --bind unix:PATH, or --certfile FILE --keyfile FILE"
+            )
 
 
 def check_workers() -> None:

@@ -13,7 +13,8 @@ from pydantic import ByteSize
 from app.config.settings import Settings, is_secret, without_none
 
 SCHEMA = Path(__file__).parent / "headrace" / "values.schema.json"
-ELSEWHERE = {"port", "reuse_port", "api_keys_file"}  # a pod has its port alone; keys come from Secrets
+# A pod has its port alone, behind the TLS of an ingress; keys come from Secrets.
+ELSEWHERE = {"port", "reuse_port", "uds", "uds_mode", "ssl_certfile", "ssl_keyfile", "api_keys_file"}
 
 # What `headrace serve --help` says of a setting is not repeated, or each of its words would be here twice.
 KEPT = ("type", "enum", "pattern", "minLength", "minimum", "exclusiveMinimum", "maximum")

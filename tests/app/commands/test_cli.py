@@ -118,7 +118,9 @@ def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
     assert "Did you mean HEADRACE_DRAIN_TIMEOUT?" in unknown_setting("HEADRACE_SHUTDOWN_TIMEOUT", known)
     flags = [flag_name(name) for name in Settings.model_fields]
     assert "Did you mean --cache-dir?" in unknown_flag("--download-dir", flags, "headrace serve")
-    assert "Did you mean" not in unknown_flag("--ssl-keyfile", flags, "headrace serve"), "nothing like it is here"
+    assert "Did you mean" not in unknown_flag("--enable-ssl-refresh", flags, "headrace serve"), (
+        "nothing like it is here"
+    )
     assert {meant for meant in _OF_VLLM.values() if meant} <= Settings.model_fields.keys()
 
 

@@ -27,6 +27,8 @@ CHOSEN: dict[str, Any] = {  # where a rule across settings, or a pattern, leaves
     "metrics_prefix": "vllm_",
     "otlp_endpoint": "http://127.0.0.1:4318",
     "allowed_hosts": ["llm.example.com", "llm"],
+    "allowed_origins": ["https://llm.example.com", "*"],
+    "uds_mode": "0600",
 }
 
 

@@ -4,7 +4,9 @@
    prompt. Each choice frees its part with its first output. `app.admission.tenants` describes the shares of tenants.
 2. A request that does not fit is refused with 429 and a Retry-After computed from the rate at which its tenant's
    requests have been starting.
-3. A request that would wait too long (`app.admission.expected_wait`) is refused with the seconds after which it would
+3. A tenant's requests and tokens per minute (`app.admission.rates`) are checked before the queue, and again when the
+   prompt's tokens are known.
+4. A request that would wait too long (`app.admission.expected_wait`) is refused with the seconds after which it would
    be admitted.
 """
 
@@ -19,6 +21,7 @@ from contextlib import contextmanager
 from heapq import heappop, heappush
 
 from app.admission.expected_wait import ExpectedWait
+from app.admission.rates import CountTokens, RateLimits
 from app.admission.tenants import ANONYMOUS, SharedRoom, Tenant, place_reserves, token_reserves
 from app.config.settings import Settings
 from engine.config import Clock
@@ -40,6 +43,8 @@ class Limit(enum.StrEnum):
     DEADLINE = "first_token_deadline"
     TIME = "max_queue_time"
     BACKGROUND = "max_background_responses"
+    REQUEST_RATE = "requests_per_minute"
+    TOKEN_RATE = "tokens_per_minute"  # noqa: S105 - no password
 
 
 class DrainRate:
@@ -126,13 +131,21 @@ class QueueTicket:
         self.prompt_tokens = 0  # of each choice; 0 before the prompt is tokenized
         self.generates = True
         self._admission = admission
+        self._count: CountTokens | None = None
 
     def count_tokens(self, tokens: int) -> None:
-        """Replace the estimated number of prompt tokens by the count. Must be called before any choice begins."""
+        """Replace the estimated number of prompt tokens by the count. Must be called before any choice begins. Raises
+        ApiError 429 for the tenant's limits per minute."""
+        self._admission.rates.take(self.tenant, tokens)
         if self.choices:
             self._admission.tokens.take(self.tenant.name, tokens - self.tokens)
             self.tokens = tokens
             self.prompt_tokens = tokens // self.choices
+
+    def attend(self, count: CountTokens) -> None:
+        """Count the tokens that the request generates from now on against its tenant's limit per minute."""
+        self._count = count
+        self._admission.rates.attend(self.tenant, count)
 
     def begin(self) -> None:
         """Take a choice that has its first output out of the queue, with its part of the tokens."""
@@ -154,6 +167,8 @@ class QueueTicket:
         while self.running:
             self.running -= 1
             self._admission.wait.end(self.tenant)
+        if self._count is not None:
+            self._admission.rates.leave(self.tenant, self._count)
 
 
 class Admission:
@@ -173,6 +188,7 @@ class Admission:
     ) -> None:
         self.clock = clock
         self.wait = ExpectedWait(settings, clock)
+        self.rates = RateLimits(clock, lambda kind: on_refused(Limit(f"{kind}_per_minute")))
         self._max_queue_time = settings.max_queue_time or math.inf
         # The expected length of all queued choices' answers, in typical answers, by tenant.
         self._answers: defaultdict[str, float] = defaultdict(float)
@@ -207,9 +223,10 @@ class Admission:
         """Hold a place in the queue. `timeout` is the number of seconds until the first token must be there,
         `max_tokens` the limit of output tokens per choice, None for as many as fit.
 
-        Raises ApiError 429 if the queue is full or the request would start too late, and 400 if the request has more
-        choices than could ever wait.
+        Raises ApiError 429 if the tenant's rate is used up, the queue is full or the request would start too late, and
+        400 if the request has more choices than could ever wait.
         """
+        self.rates.check(tenant)
         self._advance(tenant)
         answer = self.wait.typical_of(tenant).part_of_answer(max_tokens)
         expected = self._expected(tenant, 1, tokens, answer)

@@ -7,6 +7,8 @@ A tenant is named in the TOML file of `api_keys_file`:
     weight = 2.0                # share of the engine relative to others; 1 by default
     max_running = 16            # choices that run at once; no limit by default
     max_queued_requests = 100   # choices that wait for their first token; no limit by default
+    requests_per_minute = 600   # no limit by default
+    tokens_per_minute = 200000  # of prompts and answers together; no limit by default
     priority_over_others = true # its requests' priorities count against other tenants', too; false by default
 
 or is one of `api_keys`, with a name made from a digest of the key. Without any keys every client is anonymous.
@@ -30,10 +32,11 @@ from pydantic_core import ErrorDetails
 from app.config.settings import Settings, SettingsError, check_key
 
 MOST_CHOICES = 1_000_000
+MOST_PER_MINUTE = 1_000_000_000_000
 
 
 class Tenant(BaseModel):
-    """A tenant, hashed by its name. `weight` is relative to other tenants; the limits count choices, None is no limit.
+    """A tenant, hashed by its name. `weight` is relative to other tenants; a limit of None is no limit.
     Without `priority_over_others` the priority of a request only orders the requests of its own tenant."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +45,8 @@ class Tenant(BaseModel):
     weight: float = Field(default=1.0, ge=0.001, le=1000, allow_inf_nan=False)
     max_running: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     max_queued_requests: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    requests_per_minute: int | None = Field(default=None, ge=1, le=MOST_PER_MINUTE)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=MOST_PER_MINUTE)
     priority_over_others: bool = Field(default=False, strict=True)
 
     def precedence(self, priority: int) -> int:
@@ -150,7 +155,8 @@ def _read(path: Path) -> list[_TenantEntry]:
             raise SettingsError(
                 f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings "
                 f"without blanks around them), weight (0.001 to 1000), max_running and max_queued_requests (1 to "
-                f"{MOST_CHOICES:,}), priority_over_others (true or false). {works}"
+                f"{MOST_CHOICES:,}), requests_per_minute and tokens_per_minute (1 to {MOST_PER_MINUTE:,}), "
+                f"priority_over_others (true or false). {works}"
             ) from None
     return entries
 

@@ -68,7 +68,7 @@ class RequestScope:
         *("blocked_seconds", "error_status", "marks", "span", "transcript"),
         *("connection", "error_code", "error_param", "headers", "http_version", "method", "outputs", "path"),
         *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
-        *("path_params", "warning"),
+        *("path_params", "tenant_headers", "warning"),
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, bodies: Bodies) -> None:
@@ -97,6 +97,9 @@ class RequestScope:
         self.blocked_seconds = 0.0
         self.blocked: list[tuple[float, float]] = []
         self.warning: str | None = None
+        self.tenant_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = (
+            tuple  # of an answer: what the tenant may use
+        )
         self.follows_another = False
         self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds of silence, and the bytes to send
         self._last_sent = self.arrival_time
@@ -410,6 +413,7 @@ class RequestScope:
             (b"x-request-id", self.request_id.encode()),
             *extra,
             *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+            *self.tenant_headers(),
         ]
         if (header := self.dialect.request_id_header) is not None:
             raw.append((header, self.request_id.encode()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -45,6 +46,7 @@ class Endpoint:
         server = self._server
         request = RequestScope(scope, receive, send, server.settings, server.bodies)
         current_tenant.set(request.tenant.name)
+        request.tenant_headers = partial(server.admission.rates.headers, request.tenant)
         try:
             await run_and_account(server, request, self._route, self._handler, quiet=self._quiet)
         finally:

@@ -156,6 +156,7 @@ async def _generate(server: Server, request: RequestScope, task: GenerationTask)
             request.warn(IgnoredParts(keywords=outputs.unenforced).warning())
             request.attend(outputs)
             outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
+            ticket.attend(lambda: outputs.num_output_tokens)
             answer = _answer_context(request, task, model, outputs, prompt_end)
             send = _send_stream if body.stream else _send_whole
             await send(server, request, task, outputs, answer)

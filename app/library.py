@@ -5,6 +5,8 @@ from headrace import LLM, SamplingParams
 llm = LLM()  # the embedded model; or LLM("path/to/model.gguf", max_model_len=2048)
 for result in llm.generate(["The sea is", "The sky is"], SamplingParams(max_tokens=16)):
     print(result.choices[0].text)
+(answer,) = llm.chat([{"role": "user", "content": "What is a headrace?"}])
+(vector,) = llm.embed("The sea is")
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -22,17 +25,22 @@ import engine.frontend.llm
 from app.config.settings import Settings, SettingsError
 from app.config.sources import load_settings
 from app.serving.loading import core_factory, default_sampling, open_files
+from engine.errors import InvalidRequest
 from engine.frontend.llm import Generation
 from engine.frontend.shared_engine import OnStep
-from engine.messages import SamplingParams
+from engine.messages import SPECIAL_MARK, Pooling, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from app.serving.prompts import PromptEncoder
     from gpu.checkpoint import Progress
 
 
 _NAMES = list(Settings.model_fields)
 SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("host") :]) | {
-    *("engine", "served_model_name", "check_model_name", "tool_parser", "reasoning_parser"),
+    *("engine", "served_model_name", "check_model_name"),
 }
 """The settings that only a server reads."""
 
@@ -68,6 +76,7 @@ class LLM(engine.frontend.llm.LLM):
             sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
         super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
         weakref.finalize(self, self._engine.close)  # garbage collection ends no worker process
+        self._settings, self._files = chosen, files
 
     def generate(
         self,
@@ -76,6 +85,8 @@ class LLM(engine.frontend.llm.LLM):
         *,
         on_step: OnStep | None = None,
         progress: bool | None = None,
+        begins_message: bool = False,
+        pooling: Pooling | None = None,
     ) -> list[Generation]:
         """Generate as the engine's `LLM` does, with a progress bar in the terminal. `on_step` and `progress=False`,
         here or when the model was loaded, turn the bar off."""
@@ -83,7 +94,80 @@ class LLM(engine.frontend.llm.LLM):
         wanted = self._progress if progress is None else progress
         bar = generating(len(prompts)) if wanted and on_step is None else nullcontext(on_step)
         with bar as report:
-            return super().generate(prompts, sampling, on_step=report)
+            return super().generate(prompts, sampling, on_step=report, begins_message=begins_message, pooling=pooling)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> list[Generation]:
+        """Answer a conversation, or each of a list of conversations, as `generate` completes prompts.
+
+        Messages and tools have the form of the chat API. The text of an answer is what the model writes, with its
+        reasoning and calls. `use_tqdm` is the `progress` of `generate`. Raises InvalidRequest, which names the field.
+        """
+        from protocol.body import validate
+        from protocol.errors import ApiError
+        from protocol.openai.chat import ChatCompletionRequest
+        from protocol.syntax.model_syntax import PROMPT_TAIL
+
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        more: dict[str, Any] = {"tools": list(tools or ()), "chat_template_kwargs": dict(chat_template_kwargs or {})}
+        more |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        prompts: list[str | list[int]] = []
+        per_prompt: list[SamplingParams] = []
+        sampling_of_each = self._per_prompt(sampling_params, len(conversations))
+        for conversation, sampling in zip(conversations, sampling_of_each, strict=True):
+            try:
+                body = validate(ChatCompletionRequest, {"messages": list(conversation), **more})
+            except ApiError as error:
+                raise InvalidRequest(error.message, param=error.param) from None
+            prompt = self._encoder.encode_chat_here(body, self.core.config.max_model_len)
+            end = b"".join(map(self._vocabulary.token_bytes, prompt[-PROMPT_TAIL:]))
+            prompts.append(prompt)
+            per_prompt.append(body.with_syntax(sampling, self._encoder.syntax, end))
+        begins = not continue_final_message
+        answers = self.generate(prompts, per_prompt, progress=use_tqdm, begins_message=begins)
+        for choice in (choice for answer in answers for choice in answer.choices):
+            choice.text = choice.text.replace(SPECIAL_MARK, "")  # before the special tokens that are tags
+        return answers
+
+    def embed(
+        self,
+        prompts: str | Sequence[str | list[int]],
+        *,
+        prompt_name: str | None = None,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """Return the vector of every prompt, text or token ids, as `/v1/embeddings` does: `pooling` is mean or last, by
+        default the model's. Raises InvalidRequest."""
+        from protocol.openai.embeddings import EmbeddingRequest, finished_vector
+
+        given: Any = [prompts] if isinstance(prompts, str) else list(prompts)
+        config, embedder = self._files.config, self._files.embedder
+        asked = EmbeddingRequest.model_construct(input=given, prompt_name=prompt_name, dimensions=dimensions)
+        inputs = asked.inputs(config.vocab_size, embedder.prompts, embedder.default_prompt) if given else []
+        asked.check_dimensions(config.hidden_size)
+        kind, nothing = Pooling(pooling or embedder.pooling or "mean"), SamplingParams(max_tokens=0)
+        found = self.generate(inputs, nothing, progress=use_tqdm, pooling=kind)
+        return [finished_vector(each.choices[0].hidden_state or b"", dimensions, normalize) for each in found]
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        from app.serving.prompts import open_prompts
+
+        encoder = open_prompts(self._settings, self._files)
+        weakref.finalize(self, encoder.close)
+        return encoder
 
 
 # ------------------------------------------------------------------------------------------------------------- progress

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import orjson
@@ -31,6 +31,7 @@ from protocol.syntax.model_syntax import ModelSyntax, ReasoningParser
 from protocol.syntax.registry import ToolParser
 
 T = TypeVar("T")
+Dicts = list[dict[str, Any]]
 Prompts = Sequence[str | list[int] | ChatCompletionRequest]
 """Texts and token ids, or one conversation."""
 
@@ -144,36 +145,40 @@ class PromptEncoder:
         if body.documents:
             size = INLINE_CHARACTERS + 1  # the length of their rendering is not known
         self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
-
-        def render() -> list[Segment]:
-            segments = self._template.render(
-                messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=body.continue_final_message,
-                tools=tools,
-                documents=body.documents,
-                variables=self.syntax.thinking_variables(body.template_variables()),
-            )
-            # Checked again, because a template adds text to the messages.
-            num_rendered = sum(len(text) for text, _ in segments)
-            self._check_length(self._fewest_tokens(num_rendered), max_model_len, "messages")
-            return segments
-
-        def encode(segments: list[Segment]) -> list[int]:
-            token_ids = encode_segments(segments, self._encode_template, self._encode_plain)
-            if body.add_special_tokens:
-                before, after = self._special_tokens_around
-                return [*before, *token_ids, *after]
-            return token_ids
-
+        render = partial(self._render, body, messages, tools, max_model_len)
         if self._processes is None:
-            return await self._run(lambda: encode(render()), size)
+            return await self._run(lambda: self._encode(body, render()), size)
         segments = await self._rendering.run(render)
-        return await self._run(lambda: encode(segments), sum(len(text) for text, _ in segments))
+        return await self._run(lambda: self._encode(body, segments), sum(len(text) for text, _ in segments))
 
-    def _conversation(
-        self, body: ChatCompletionRequest
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, int, int]:
+    def encode_chat_here(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
+        """Render the conversation and tokenize it on the caller's thread, without an event loop. Threads may call it at
+        once. Raises InvalidRequest."""
+        messages, tools, *_ = self._conversation(body)
+        return self._encode(body, self._render(body, messages, tools, max_model_len))
+
+    def _render(self, body: ChatCompletionRequest, messages: Dicts, tools: Dicts | None, limit: int) -> list[Segment]:
+        segments = self._template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message,
+            tools=tools,
+            documents=body.documents,
+            variables=self.syntax.thinking_variables(body.template_variables()),
+        )
+        # Checked again, because a template adds text to the messages.
+        num_rendered = sum(len(text) for text, _ in segments)
+        self._check_length(self._fewest_tokens(num_rendered), limit, "messages")
+        return segments
+
+    def _encode(self, body: ChatCompletionRequest, segments: list[Segment]) -> list[int]:
+        token_ids = encode_segments(segments, self._encode_template, self._encode_plain)
+        if body.add_special_tokens:
+            before, after = self._special_tokens_around
+            return [*before, *token_ids, *after]
+        return token_ids
+
+    def _conversation(self, body: ChatCompletionRequest) -> tuple[Dicts, Dicts | None, int, int]:
         """Return the messages and tools for the template, the number of characters in the messages, and that of tools
         and their calls."""
         given = body.messages_for_template(as_parts=self._template.takes_parts)

@@ -19,7 +19,7 @@ from engine.frontend.input_processor import InputProcessor
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import RequestStream
 from engine.frontend.shared_engine import Call, OnStep, SharedEngine
-from engine.messages import EngineCoreRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from engine.messages import EngineCoreRequest, FinishReason, Pooling, RequestOutput, SamplingParams, TokenLogprobs
 
 
 @dataclass(kw_only=True)
@@ -32,6 +32,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    hidden_state: bytes | None = None  # of the prompt, pooled, as float32, if `pooling` was given
 
 
 @dataclass(kw_only=True)
@@ -64,7 +65,8 @@ class LLM:
         self._inputs = InputProcessor(
             tokenizer, vocab_size=core.executor.vocab_size, max_model_len=core.config.max_model_len, seed=seed
         )
-        self._engine = SharedEngine(core, OutputProcessor(Vocabulary(tokenizer)))
+        self._vocabulary = Vocabulary(tokenizer)
+        self._engine = SharedEngine(core, OutputProcessor(self._vocabulary))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the default of `generate`. `app.library` sets the recommendation of the model's authors."""
@@ -76,14 +78,17 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_step: OnStep | None = None,
+        begins_message: bool = False,
+        pooling: Pooling | None = None,
     ) -> list[Generation]:
         """Complete every prompt (text, or token ids) and return the results in the order of the prompts.
 
         A string is one prompt. A prompt must be text or a list of token ids.
 
-        `sampling` is one for all or one for each. Raises InvalidRequest, mostly before anything runs, RequestFailed if
-        a request fails in the engine, and EngineDead if the engine has ended. An interrupt of the call or an exception
-        of `on_step` aborts the requests of this call and no others.
+        `sampling` is one for all or one for each. With `begins_message` the answers begin new texts instead of going on
+        with the prompts. Raises InvalidRequest, mostly before anything runs, RequestFailed if a request fails in the
+        engine, and EngineDead if the engine has ended. An interrupt of the call or an exception of `on_step` aborts the
+        requests of this call and no others.
         """
         self._engine.check_process()
         prompts = [prompts] if isinstance(prompts, str | bytes) else prompts
@@ -94,11 +99,13 @@ class LLM:
                 prompt_token_ids=self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else _checked(prompt),
                 sampling=params,
                 arrival_time=time.monotonic(),
+                pooling=pooling,
             )
             for number, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
         ]
         self.core.check_grammars(request.sampling for request in requests)
-        call = Call(requests, self._inputs.process(requests), is_watched=on_step is not None)
+        children = self._inputs.process(requests)
+        call = Call(requests, children, is_watched=on_step is not None, begins_message=begins_message)
         self._engine.run(call, on_step)
         return [
             _collect(request, stream, params.n)
@@ -150,3 +157,4 @@ def _add(choice: Completion, output: RequestOutput) -> None:
         choice.logprobs = (choice.logprobs or []) + output.logprobs
     choice.finish_reason = output.finish_reason
     choice.stop_reason = output.stop_reason
+    choice.hidden_state = output.embedding

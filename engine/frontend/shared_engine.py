@@ -36,12 +36,15 @@ class Call:
         children: Sequence[Sequence[EngineCoreRequest]],
         *,
         is_watched: bool,
+        begins_message: bool = False,
     ) -> None:
-        """Hold the requests of one call. If `is_watched` is set, the call gets news after every step."""
+        """Hold the requests of one call. If `is_watched` is set, the call gets news after every step. For
+        `begins_message` see `OutputProcessor.open`."""
         self.requests = requests
         self.children = children
         self.child_ids = {child.request_id for of_one in children for child in of_one}
         self.is_watched = is_watched
+        self.begins_message = begins_message
         self.streams: list[RequestStream] = []
         self.num_tokens = 0
         self.error: BaseException | None = None  # why the engine died
@@ -167,7 +170,8 @@ class SharedEngine:
         self._open.append(call)
         if self._error is None and not call.is_left:
             for request, children in zip(call.requests, call.children, strict=True):
-                call.streams.append(self._outputs.open([request], children))
+                stream = self._outputs.open([request], children, begins_message=call.begins_message)
+                call.streams.append(stream)
                 for child in children:
                     self._core.add(child)
         if not call.child_ids:

@@ -157,14 +157,15 @@ class EmbeddingBodyWriter:
         return encode(body)
 
     def _shown(self, raw: bytes) -> Any:
-        vector = _finished(raw, self._request.dimensions, self._request.normalize)
+        vector = finished_vector(raw, self._request.dimensions, self._request.normalize)
         if self._request.encoding_format == "float":
             return Raw(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
         little_endian = vector if sys.byteorder == "little" else vector.byteswap()
         return base64.b64encode(little_endian.tobytes()).decode()
 
 
-def _finished(raw: bytes, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
+def finished_vector(raw: bytes, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
+    """Return a pooled hidden state, cut to `dimensions` and brought to length 1."""
     import numpy as np  # here, because the server answers before it needs them
 
     vector = np.ascontiguousarray(np.frombuffer(raw, np.float32)[:dimensions])

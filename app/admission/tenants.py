@@ -29,7 +29,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from app.config.settings import Settings, SettingsError, check_key
+from app.config.setting_types import check_key
+from app.config.settings import Settings, SettingsError
 
 MOST_CHOICES = 1_000_000
 MOST_PER_MINUTE = 1_000_000_000_000

@@ -18,7 +18,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
-from app.config.settings import Settings, SettingsError, has_password, is_secret
+from app.config.setting_types import has_password, is_secret
+from app.config.settings import Settings, SettingsError
 from app.config.sources import (
     CONFIG_VARIABLE,
     Given,

@@ -21,7 +21,8 @@ from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource
 
-from app.config.settings import ENV_PREFIX, Settings, SettingsError, has_password, is_secret, without_none
+from app.config.setting_types import has_password, is_secret, without_none
+from app.config.settings import ENV_PREFIX, Settings, SettingsError
 
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.engine import describe, engine_config
-from app.config.settings import Settings, SettingsError, is_secret
+from app.config.setting_types import is_secret
+from app.config.settings import Settings, SettingsError
 from app.config.sources import env_name
 from app.observability.logs import bound
 from app.runtime import frozen_imports

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from app.config.settings import Settings, is_secret, without_none
+from app.config.setting_types import is_secret, without_none
+from app.config.settings import Settings
 
 SCHEMA = Path(__file__).parent / "headrace" / "values.schema.json"
 # A pod has its port alone, behind the TLS of an ingress; keys come from Secrets.

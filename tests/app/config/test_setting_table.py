@@ -13,7 +13,8 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from app.commands.cli import main
-from app.config.settings import Settings, SettingsError, is_secret, without_none
+from app.config.setting_types import is_secret, without_none
+from app.config.settings import Settings, SettingsError
 from app.config.sources import env_name, flag_name, load_settings
 
 BESIDE: dict[str, dict[str, Any]] = {  # what a setting is refused without

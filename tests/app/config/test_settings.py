@@ -10,7 +10,8 @@ import pytest
 from pydantic import SecretStr
 
 import app
-from app.config.settings import Settings, SettingsError, is_secret
+from app.config.setting_types import is_secret
+from app.config.settings import Settings, SettingsError
 from app.config.sources import env_name, flag_name, load_settings, working_value
 
 MIB = 2**20

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from app.application import create_app
-from app.config.settings import Settings, is_secret
+from app.config.setting_types import is_secret
+from app.config.settings import Settings
 from app.config.sources import Given, check_settings, env_name
 from app.observability.metrics import Metrics
 from app.serving.server import ServerPhase

@@ -26,7 +26,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-integration test-changed test-builds check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd lock clean
+.PHONY: help serve chat test test-integration test-changed test-builds check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd templates lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,7 +45,7 @@ test: compiler lint
 	$(BIN)/headrace pull
 	$(BIN)/pytest $(WORKERS) -m "not slow and not storm" --ignore tests/integration
 
-test-integration: $(VENV)/.dev chromium compiler emulator nginx npm prometheus systemd
+test-integration: $(VENV)/.dev chromium compiler emulator nginx npm prometheus systemd templates
 	$(BIN)/headrace pull
 	$(BIN)/pytest $(WORKERS) -m "slow and not storm"
 
@@ -168,6 +168,18 @@ prometheus: | $(BIN)/python
 	    dpkg-deb --extract $$folder/*.deb $$folder && mv $$folder/usr/bin/prom* $(BIN); } >/dev/null; \
 	  status=$$?; rm -r $$folder; [ $$status = 0 ] || \
 	  { echo "The tests need prometheus and promtool, and they could not be fetched. Put them on the PATH" >&2; exit 1; }
+
+# The chat templates of many models, for the tests of syntaxes.
+templates: $(VENV)/templates/.unpacked
+
+$(VENV)/templates/.unpacked: | $(BIN)/python
+	@echo "Fetching chat templates for the tests"
+	@folder=$$(mktemp -d) && mkdir -p $(@D) && \
+	  $(PIP) download -qq --no-deps --no-binary :all: --dest $$folder llama-cpp-python==0.3.36 && \
+	  tar -xzf $$folder/*.tar.gz -C $(@D) --strip-components 5 --wildcards '*/vendor/llama.cpp/models/templates/*.jinja'; \
+	  status=$$?; rm -r $$folder; [ $$status = 0 ] || \
+	  { echo "The tests need the source archive of llama-cpp-python 0.3.36, and it could not be fetched" >&2; exit 1; }
+	@touch $@
 
 # What builds the container image without Docker.
 images:

@@ -89,7 +89,7 @@ async def warn_of_left_out(
         left_out = left_out._replace(fields=tuple(fields))
     if isinstance(body, ChatCompletionRequest):
         syntax = server.model.prompts.syntax
-        unread = syntax.unread_fields(body.documents, body.chat_template_kwargs)
+        unread = syntax.unread_fields(body.documents, body.chat_template_kwargs, body.reasoning_effort)
         left_out = left_out._replace(unread=unread, grammars=body.lark_tools)
     server.metrics.on_tools_left_out(left_out.tools)
     request.warn(left_out.warning())

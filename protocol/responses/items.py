@@ -33,20 +33,22 @@ DEFAULT_LISTED = 20
 
 
 class MessageItem(ClientModel):
-    """A message of the conversation. `phase` is accepted without effect."""
+    """A message of the conversation. Its `phase` is listed; templates know a preamble by the call that follows it."""
 
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: new_id("msg"))
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     status: str = "completed"
+    phase: Literal["commentary", "final_answer"] | None = None
 
     def listed(self) -> dict[str, Any]:
         if self.role == "assistant":
             parts = [_output_text(text) for text in texts(self.content)]
         else:
             parts = [{"type": "input_text", "text": text} for text in texts(self.content)]
-        return {"id": self.id, "type": "message", "role": self.role, "status": self.status, "content": parts}
+        item = {"id": self.id, "type": "message", "role": self.role, "status": self.status, "content": parts}
+        return _with_phase(item, self.phase)
 
 
 class _ReasoningText(ClientModel):
@@ -112,10 +114,17 @@ def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
     return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | UnsupportedEntry)]
 
 
-def message_item(item_id: str, text: str, status: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:
+def message_item(
+    item_id: str, text: str, status: str, logprobs: orjson.Fragment | None = None, phase: str | None = None
+) -> dict[str, Any]:
     """Return the assistant's text as an item of a response."""
     part = _output_text(text, logprobs)
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+    item = {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+    return _with_phase(item, phase)
+
+
+def _with_phase(item: dict[str, Any], phase: str | None) -> dict[str, Any]:
+    return item if phase is None else {**item, "phase": phase}
 
 
 def reasoning_item(item_id: str, texts: Iterable[str], status: str) -> dict[str, Any]:

@@ -46,15 +46,15 @@ class _OpenItem:
     number: int | None = None  # the index of a call among the calls
     call_id: str = ""  # of a call
     form: CallForm = _FUNCTION
+    phase: str | None = None  # of a message
     text: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)  # JSON of one or more entries: see `protocol.openai.logprobs`
 
     def as_item(self, status: str) -> dict[str, Any]:
         text = "".join(self.text)
         if self.kind is message_parts.ContentDelta:
-            return message_item(
-                self.id, text, status, orjson.Fragment(array_of(self.logprobs)) if self.logprobs else None
-            )
+            logprobs = orjson.Fragment(array_of(self.logprobs)) if self.logprobs else None
+            return message_item(self.id, text, status, logprobs, self.phase)
         if self.kind is message_parts.ReasoningDelta:
             return reasoning_item(self.id, [text], status)
         return self.form.item(self.id, self.call_id, text, status)
@@ -179,10 +179,12 @@ class ResponseStreamWriter:
 
     def _part(self, part: message_parts.MessagePart) -> list[bytes]:
         match part:
-            case message_parts.ContentDelta(text):
-                frames = self._begin_unless_open(message_parts.ContentDelta, "msg")
-                frames.append(self._text_delta(text))
-                return frames
+            case message_parts.ContentDelta(text, is_preamble):
+                phase = "commentary" if is_preamble else None
+                frames = self._begin_unless_open(message_parts.ContentDelta, "msg", phase)
+                if frames and self._output and self._output[-1].get("phase"):
+                    text = text.removeprefix("\n\n")  # which separates the messages of an answer in other dialects
+                return [*frames, self._text_delta(text)]
             case message_parts.ReasoningDelta(text):
                 frames = self._begin_unless_open(message_parts.ReasoningDelta, "rs")
                 frames.append(self._delta("response.reasoning_text.delta", text, content_index=0))
@@ -201,10 +203,12 @@ class ResponseStreamWriter:
                 self._open.text.append(fragment)
                 return []
 
-    def _begin_unless_open(self, kind: type[message_parts.MessagePart], prefix: str) -> list[bytes]:
-        if self._open is not None and self._open.kind is kind:
+    def _begin_unless_open(
+        self, kind: type[message_parts.MessagePart], prefix: str, phase: str | None = None
+    ) -> list[bytes]:
+        if self._open is not None and self._open.kind is kind and self._open.phase == phase:
             return []
-        return self._close("completed") + self._begin_item(self._new_item(kind, prefix))
+        return self._close("completed") + self._begin_item(self._new_item(kind, prefix, phase=phase))
 
     def _new_item(self, kind: type[message_parts.MessagePart], prefix: str, **fields: Any) -> _OpenItem:
         index = len(self._output)

@@ -31,6 +31,7 @@ _ASSISTANT = f"{START}assistant"
 _ANALYSIS = ReasoningTags(f"{CHANNEL}analysis{MESSAGE}", END)
 _FINAL = f"{CHANNEL}final{MESSAGE}"
 _PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
+_ROLE = "assistant"
 _FUNCTIONS = "functions."
 _MAX_HEADER = 256  # characters
 
@@ -64,7 +65,7 @@ class HarmonyReader:
         self._ends = (*map(stand_in, (END, CALL, RETURN)), self._start, self._channel)
         word = r"[^\s<\ud800-\udfff]+"
         self._header = re.compile(
-            rf"\s*(?:assistant)?\s*(?:to=({word}))?\s*(?:{re.escape(self._channel)}\s*(analysis|commentary|final))?"
+            rf"\s*(?:to=({word}))?\s*(?:{re.escape(self._channel)}\s*(analysis|commentary|final))?"
             rf"\s*(?:to=({word}))?\s*(?:{re.escape(stand_in(CONSTRAIN))})?\s*[a-z]*\s*"
         )
         self._body = _Body.CONTENT
@@ -73,11 +74,14 @@ class HarmonyReader:
         self._name = ""
         self._scanner = JsonScanner()
         self._is_reasoning = False  # the channel is analysis
-        self._has_content = False  # of another message
+        self._has_content = False
+        self._is_new = False  # a message has ended since the last content
+        self._awaits_role = False  # after ``<|start|>``
         _, begun, header = reading.prompt_end.rpartition(START)
         if begun:
             self._body = _Body.HEADER
-            self.feed_text(stand_in(header))
+            self.feed_text(stand_in(begun + header))
+            self._has_content = False
 
     def feed_text(self, text: str) -> list[MessagePart]:
         self._held += text
@@ -86,17 +90,12 @@ class HarmonyReader:
         return self._take()
 
     def finish_text(self) -> list[MessagePart]:
-        held, self._held = self._held, ""
-        match self._body:
-            case _Body.HEADER:
-                self._give_back(held)
-            case _Body.CALL:
-                self._end()
-            case _Body.BETWEEN:
-                pass
-            case _:
-                self._read(held)
-                self._end()
+        if self._body is _Body.HEADER:
+            self._give_back(self._held)
+        elif self._body is not _Body.BETWEEN:
+            held, self._held = self._held, ""
+            self._read(held)
+            self._end(is_complete=False)
         return self._take()
 
     @property
@@ -109,13 +108,10 @@ class HarmonyReader:
             return self._in_header()
         if self._body is _Body.BETWEEN:
             self._held = self._held.lstrip()
-            if not self._held.startswith((self._start, self._channel)):
-                if unfinished_tag(self._held, self._ends) == len(self._held):
-                    return False
-                self._body = _Body.CONTENT  # no header follows
-                return True
-            self._held = self._held.removeprefix(self._start)
-            self._body = _Body.HEADER
+            if unfinished_tag(self._held, self._ends) == len(self._held):
+                return False
+            has_header = self._held.startswith((self._start, self._channel))
+            self._body = _Body.HEADER if has_header else _Body.CONTENT
             return True
         found = find_tag(self._held, self._ends)
         if found is None:
@@ -133,49 +129,54 @@ class HarmonyReader:
     # --- headers
 
     def _in_header(self) -> bool:
-        if self._held.startswith(self._start):  # the prompt has not begun the message
-            self._held = self._held.removeprefix(self._start)
-        found = find_tag(self._held, (self._message, *self._ends[:4]))
-        header = self._held if found is None else self._held[: found[0]]
-        if found is None and self._may_be_header(header):
+        if self._held.startswith(self._start):
+            self._held, self._awaits_role = self._held.removeprefix(self._start), True
+        if self._awaits_role:
+            if len(self._held) < len(_ROLE) and _ROLE.startswith(self._held):
+                return False
+            self._held, self._awaits_role = self._held.removeprefix(_ROLE), False
+        found = find_tag(self._held, (self._message, *self._ends[:-1]))
+        unfinished = unfinished_tag(self._held, (self._message, *self._ends)) if found is None else 0
+        header = self._held[: len(self._held) - unfinished if found is None else found[0]]
+        before, channel, _ = header.partition(self._channel)
+        if not ("to=".startswith(before.strip()) or before.lstrip().startswith("to=")):
+            self._body = _Body.CONTENT
+        elif len(header) > _MAX_HEADER:
+            self._give_back(before + channel)
+        elif found is None:
             return False
-        if found is None or found[1] != self._message:
-            self._held = self._held[len(header) :]
+        elif found[1] != self._message:
             self._give_back(header)
-            return True
-        self._held = self._held[len(header) + len(self._message) :]
-        self._begin(header)
+        else:
+            self._held = self._held[len(header) + len(self._message) :]
+            self._begin(header)
         return True
-
-    def _may_be_header(self, text: str) -> bool:
-        length = len(text)
-        text = text[: length - unfinished_tag(text, (self._message, *self._ends))]
-        before, channel, _ = text.partition(self._channel)
-        start = before.strip().removeprefix("assistant").strip()
-        is_begun = not channel and any(each.startswith(start) for each in ("to=", "assistant"))
-        return length <= _MAX_HEADER and (is_begun or not start or (start.startswith("to=") and " " not in start))
 
     def _begin(self, header: str) -> None:
         """Begin the body of the message with this header."""
         match = self._header.fullmatch(header)
-        if match is None:
-            self._give_back(header)
-            return
-        first, channel, second = match.groups()
+        first, channel, second = match.groups() if match else (None, None, None)
         recipient = first or second
         self._is_reasoning = channel == "analysis"
+        if match is None or (recipient is None and channel is None and header.strip()):
+            self._read_as_text(header)
+            return
         if recipient is None:
-            self._body = {"analysis": _Body.REASONING, "commentary": _Body.PREAMBLE}.get(channel, _Body.CONTENT)
+            self._body = {"analysis": _Body.REASONING, "commentary": _Body.PREAMBLE}.get(channel or "", _Body.CONTENT)
             return
         self._name = recipient.removeprefix(_FUNCTIONS)
         is_call = recipient.startswith(_FUNCTIONS) or self._name in self._reading.functions
         if self._reading.tools is None or not is_call or not self._name:
-            self._give_back(header)
+            self._read_as_text(header)
             return
         self._body, self._raw, self._scanner = _Body.CALL, header, JsonScanner()
 
-    def _give_back(self, text: str) -> None:
-        """Read as text what is no header of ours, or what has not become a call."""
+    def _give_back(self, start: str) -> None:
+        """Read the start of the held text, which is no header of ours, as text."""
+        self._held = self._held[len(start) :]
+        self._read_as_text(start)
+
+    def _read_as_text(self, text: str) -> None:
         self._body = _Body.REASONING if self._is_reasoning else _Body.CONTENT
         self._read(text)
 
@@ -188,8 +189,7 @@ class HarmonyReader:
         if self._body is _Body.CALL:
             start = text.lstrip()
             if start and start[0] != "{" and self._name not in self._reading.custom_names:
-                raw, self._raw = self._raw + text, ""
-                self._give_back(raw)
+                self._read_as_text(self._raw + text)
                 return
             if not start:
                 self._raw += text
@@ -209,8 +209,9 @@ class HarmonyReader:
             case _Body.REASONING if self._reading.splits_reasoning:
                 self._sink.parts.append(ReasoningDelta(text))
             case _:
-                if self._has_content:
-                    text, self._has_content = f"\n\n{text}", False
+                if self._has_content and self._is_new:
+                    text = f"\n\n{text}"
+                self._has_content, self._is_new = True, False
                 self._sink.parts.append(ContentDelta(text, self._body is _Body.PREAMBLE))
 
     def _read_arguments(self, text: str) -> None:
@@ -225,17 +226,17 @@ class HarmonyReader:
         self._sink.end()
         self._read(text[end:])
 
-    def _end(self) -> None:
-        """End the message that is being read."""
-        if self._body is _Body.CALL:  # without arguments
+    def _end(self, *, is_complete: bool = True) -> None:
+        """End the message that is being read. A call without arguments has none only if the message is complete."""
+        if self._body is _Body.CALL:
             self._sink.start(self._name)
-            self._sink.arguments("{}")
-            self._sink.end_arguments()
+            if is_complete:
+                self._sink.arguments("{}")
+                self._sink.end_arguments()
         elif self._body is _Body.FREE_INPUT:
             self._sink.end_arguments()
         self._sink.end()
-        self._has_content |= self._body in (_Body.CONTENT, _Body.PREAMBLE)
-        self._is_reasoning = False
+        self._is_new, self._is_reasoning = True, False
 
     def _take(self) -> list[MessagePart]:
         parts, self._sink.parts = self._sink.parts, []

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, count
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -23,51 +23,50 @@ from protocol.tools.kinds import Function
 class TemplateForm:
     """The things that a chat template shows: declarations of tools, calls and results, several calls of a message.
 
-    With `text_arguments` it shows the arguments of calls if they are JSON text instead of an object.
+    With `text_arguments` it shows the arguments of calls if they are JSON text instead of an object. With `splits_text`
+    the text of a message with calls has to be a message of its own.
     """
 
     declares_tools: bool = False
     shows_calls: bool = False
     takes_several: bool = False
     text_arguments: bool = False
+    splits_text: bool = False
 
 
 def find_form(template: ChatTemplate, syntax: Syntax) -> TemplateForm:
-    """Return the form of a template with this syntax, after rendering at most four short conversations."""
+    """Return the form of a template with this syntax, after rendering a few short conversations."""
     function = Function(name=_word(), description="Answers", parameters={"type": "object", "properties": {}})
     user: Message = {"role": "user", "content": "Hello"}
 
-    def show(calls: Sequence[tuple[str, str]], *, as_text: bool) -> bool:
-        """Return True if the template shows these calls, of argument and value, and their results."""
-        ids, results = [_word() for _ in calls], [_word() for _ in calls]
+    def show(form: TemplateForm, text: str = "", *, num_calls: int = 1) -> bool:
+        """Return True if the template shows calls, results and this text in a conversation for `form`."""
+        calls = [(_word(), _word(), _word(), _word()) for _ in range(num_calls)]  # id, argument, value and result
         written = [
-            {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": dict([argument])}}
-            for call_id, argument in zip(ids, calls, strict=True)
+            {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": {key: value}}}
+            for call_id, key, value, _ in calls
         ]
-        messages: list[Message] = [user, {"role": "assistant", "content": "", "tool_calls": written}]
-        messages += [
+        results: list[Message] = [
             {"role": "tool", "content": result, "tool_call_id": call_id, "name": function.name}
-            for call_id, result in zip(ids, results, strict=True)
+            for call_id, _, _, result in calls
         ]
-        messages = with_known_ids(syntax.shape([*messages, {"role": "assistant", "content": "Done"}, user]), syntax)
-        text = _rendered(template, with_text_arguments(messages) if as_text else messages, function)
-        if text is None or any(word not in text for word in (*chain(*calls), *results)):
+        turn: list[Message] = [{"role": "assistant", "content": text, "tool_calls": written}, *results]
+        answered: list[Message] = [user, *turn, {"role": "assistant", "content": "Done"}, user]
+        prompt = _rendered(template, for_form(answered, form, syntax), function)
+        if prompt is None or not all(word in prompt for call in calls for word in (*call[1:], text)):
             return False
         # Python's spelling of an object, or JSON in quotation marks: the model writes neither.
-        return not any(f"'{key}'" in text or f'\\"{key}' in text for key, _ in calls)
+        return not any(f"'{key}'" in prompt or f'\\"{key}' in prompt for _, key, _, _ in calls)
 
     declared = _rendered(template, [user], function)
-    declares = declared is not None and function.name in declared
-    one = [(_word(), _word())]
-    text_arguments = not show(one, as_text=False)
-    if text_arguments and not show(one, as_text=True):
-        return TemplateForm(declares_tools=declares)
-    return TemplateForm(
-        declares_tools=declares,
-        shows_calls=True,
-        takes_several=show([*one, (_word(), _word())], as_text=text_arguments),
-        text_arguments=text_arguments,
-    )
+    form = TemplateForm(declares_tools=declared is not None and function.name in declared)
+    for text_arguments in (False, True):
+        shown = replace(form, shows_calls=True, takes_several=True, text_arguments=text_arguments)
+        if show(shown):
+            shown = replace(shown, takes_several=show(shown, num_calls=2))
+            split = replace(shown, splits_text=True)
+            return split if not show(shown, text := _word()) and show(split, text) else shown
+    return form
 
 
 def _word() -> str:
@@ -86,6 +85,8 @@ def for_form(messages: Sequence[Message], form: TemplateForm, syntax: Syntax) ->
     messages = with_known_ids(syntax.shape(messages), syntax)
     if not form.shows_calls:
         return [_as_text(message, syntax) for message in messages]
+    if form.splits_text:
+        messages = text_before_calls(messages)
     if not form.takes_several:
         messages = one_call_each(messages)
     return with_text_arguments(messages) if form.text_arguments else messages
@@ -114,6 +115,17 @@ def with_known_ids(messages: Sequence[Message], syntax: Syntax) -> list[Message]
         else:
             shaped.append(message)
     return shaped
+
+
+def text_before_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the conversation with the text of each message with calls in a message before it."""
+    split: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and content_text(message["content"]):
+            split += [{"role": message["role"], "content": message["content"]}, {**message, "content": ""}]
+        else:
+            split.append(message)
+    return split
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:

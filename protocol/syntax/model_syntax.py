@@ -94,11 +94,13 @@ class ModelSyntax:
             return shown, [function.for_template() for function in functions] or None
         return with_declaration(shown, functions, self._syntax), None
 
-    def unread_fields(self, documents: object, variables: Iterable[str]) -> tuple[str, ...]:
-        """Return the request's fields for the template that this template does not read."""
+    def unread_fields(self, documents: object, variables: Iterable[str], effort: str | None = None) -> tuple[str, ...]:
+        """Return the request's fields for the template that this template does not read, or not with this value."""
         read = self._variables | (_THINKING if self._variables & _THINKING else frozenset())
         unread = (f"chat_template_kwargs.{name}" for name in variables if name not in read)
-        return (*(("documents",) if documents and "documents" not in read else ()), *unread)
+        always_thinks = effort == "none" and effort in self._syntax.efforts
+        fields = {"documents": documents and "documents" not in read, "reasoning_effort": always_thinks}
+        return (*(name for name, is_unread in fields.items() if is_unread), *unread)
 
     def thinking_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `given` variables, and the thinking variables that the template reads, set to match them.

@@ -264,6 +264,9 @@ FORMS = {
     "no results": f"{MESSAGES}<tool_call>{CALLS}".replace(
         "{{ m.role }}", "{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.role }}"
     ),
+    "no text with calls": f"{MESSAGES}<tool_call>{CALLS}".replace(
+        "{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+    ),
     "nothing": CHATML + "<tool_call>",
 }
 

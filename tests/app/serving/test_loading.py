@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from app.config.settings import Settings
 from app.library import LLM
 from app.serving import loading
-from app.serving.loading import divide, make_client, open_files
+from app.serving.loading import divide, end_token_ids, make_client, open_files
 from engine.errors import ConfigError
 from engine.messages import FinishReason, SamplingParams
 from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import EngineProcess, ProcessClient
-from gpu.checkpoint import ModelFiles
+from gpu.checkpoint import ModelFiles, open_model
 from gpu.checkpoint.model_files import no_progress
 from gpu.runner.runner import WorkerOptions
 from tests.engine.helpers import id_of
@@ -142,3 +142,18 @@ def test_an_answer_ends_with_the_end_tokens_of_its_syntax_though_the_files_name_
         ]
         assert [len(answer.token_ids) for answer in answers] == [1 if token in ends else 3, 3]
         assert answers[0].finish_reason is (FinishReason.STOP if token in ends else FinishReason.LENGTH)
+
+
+def test_a_token_inside_of_answers_ends_none_though_the_files_name_it(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", vocab_size=512)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|end|>", "<|call|>", "<|return|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    ends, call, answer = (id_of(tokenizer, token) for token in ("<|end|>", "<|call|>", "<|return|>"))
+    write_tiny_model(tmp_path / "config", vocab_size=520, eos_token_id=[answer, ends])
+    (tmp_path / "config" / "config.json").rename(model / "config.json")
+    for template, is_inside in (("{{ messages }}", False), ("<|channel|><|message|>", True)):
+        (model / "chat_template.jinja").write_text(template)
+        found = end_token_ids(open_model(str(model), load_format="dummy"))
+        assert {call, answer} <= set(found)
+        assert (ends not in found) is is_inside

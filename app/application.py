@@ -208,7 +208,7 @@ async def _loaded_or_ended(server: Server, shutdown: Shutdown) -> None:
 
     async def end_when_asked() -> None:
         await shutdown.wait_asked()
-        logger.info("The server was told to end before the model was loaded, and ends")
+        logger.info("Shutdown was requested before the model was loaded: the server ends")
         logging.shutdown()
         os._exit(0)
 

@@ -341,8 +341,8 @@ class Admission:
             raise self._refusal(
                 tenant,
                 Limit.DEADLINE,
-                f"The queue is too long for a first token within {timeout:g} s: {own} wait, and it is expected to take "
-                f"{expected:.2g} s.",
+                f"The queue is too long for a first token within {timeout:g} s: {own} wait, and the first token is "
+                f"expected after {expected:.2g} s.",
             )
         retries, kept = self._retries[name], _KEPT * self._max_queue_time
         if expected > self._max_queue_time or (expected > kept and len(retries) and not retries.claim()):

@@ -63,7 +63,7 @@ def add_flags(parser: ArgumentParser) -> None:
         help="A request fails after S seconds. Default: 3600.",
     )
     add("--seed", type=int, default=0, help="Seed of the workload. Default: 0.")
-    add("--request-id-prefix", metavar="TEXT", help="Begins the x-request-id of each request. Default: random.")
+    add("--request-id-prefix", metavar="TEXT", help="Prefix of each request's x-request-id. Default: random.")
     body = parser.add_argument_group("request")
     add = partial(body.add_argument, default=None)
     add(
@@ -93,7 +93,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--result-dir", type=Path, default=Path(), metavar="DIR", help="Default: the current one.")
     add("--result-filename", metavar="NAME", help="Default: backend, rate, model and time.")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Kept with the result.")
-    add("--label", help="Begins the file name. Default: the backend.")
+    add("--label", help="Prefix of the file name. Default: the backend.")
     add("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
     add("--predict", nargs="?", const="", metavar="FILE",
         help="Add the simulator's figures for the same workload. Step costs come from /server_info, read with the "

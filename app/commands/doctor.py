@@ -93,7 +93,7 @@ def _processor(settings: Settings) -> Iterator[Finding]:
         f"Linux {platform.release()}, Python {platform.python_version()}",
     )  # fmt: skip
     if _is_busy():
-        text = f"{os.getloadavg()[0]:.1f} processes have been running or waiting to, for {cores} cores"
+        text = f"{os.getloadavg()[0]:.1f} processes on average were running or waiting, for {cores} cores"
         yield Finding(NOTE, "other work", text, "run it again on an idle machine: other work lowers the speeds below")
     if settings.num_threads is not None and settings.num_threads > cores:
         yield Finding(

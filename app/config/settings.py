@@ -257,7 +257,7 @@ class Settings(BaseSettings):
     )
     target_inter_token_latency: float = Field(
         0.08,
-        description="Target for the seconds between two tokens of a stream: prefill in steps that also decode is cut.",
+        description="Target for the seconds between two tokens of a stream: it limits prefill in mixed steps.",
         ge=0.001,
         le=60,
     )
@@ -417,7 +417,7 @@ class Settings(BaseSettings):
     )
     max_timeout: float = Field(
         3600.0,
-        description="Longest timeout in seconds of a request; longer ones are cut to it.",
+        description="Longest timeout in seconds of a request; longer timeouts are reduced to it.",
         ge=0.001,
         le=86400,
     )

@@ -43,7 +43,7 @@ from tests.engine.structured.test_structured_output import (
         (json_schema({"$ref": "http://example.com/schema"}), "example.com"),
         (json_schema({"type": "object", "minProperties": 2}), "minProperties is only supported"),
         (json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3)"),
-        (json_schema(False), "fits nothing"),
+        (json_schema(False), "allows no value"),
         (changed(json_schema({}), value="[" * 100_000), "not valid JSON"),
         (changed(json_schema({}), value="x" * 200_000), "at most 131072 characters"),
         (changed(json_schema({}), whitespace_pattern="("), "regex"),

@@ -203,7 +203,7 @@ def test_a_schema_that_is_left_open_on_purpose_stays_open_without_its_patterns()
         ({"properties": [], "uniqueItems": True}, "properties must be an object"),
         ({"type": "object", "required": True}, "Expected array for 'required'"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3)"),
-        (False, "fits nothing"),
+        (False, "allows no value"),
     ],
 )
 def test_what_is_no_schema_or_fits_nothing_is_refused_all_the_same(schema: Any, words: str) -> None:

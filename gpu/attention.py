@@ -355,6 +355,7 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None = None,
+        query_scales: torch.Tensor | None = None,  # float32 [max_positions], by which queries are multiplied
     ) -> torch.Tensor:
         """Normalize and rotate queries and keys, then do as `TorchAttention.forward`: [T, num_heads, head_dim]."""
         query = rope_and_cache(
@@ -364,6 +365,7 @@ class TritonAttention:
             kv_cache,
             metadata.slot_mapping,
             num_heads=self.heads.query,
+            query_scales=query_scales,
             qk_norm=qk_norm,
             eps=eps,
         )

@@ -80,7 +80,10 @@ class UniProcExecutor:
         """Open the tier that the options ask for, if any."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
             caches, num_groups = self._worker.kv_caches, len(self.facts.kv_windows)
-            self.tier = open_tier(caches, num_groups, files, options, self.facts.compute_form, digest)
+            scaling = files.config.rope_scaling
+            is_long = scaling is not None and scaling.is_long(self.max_model_len)
+            form = self.facts.compute_form + (", rotated for long contexts" if is_long else "")
+            self.tier = open_tier(caches, num_groups, files, options, form, digest)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:

@@ -12,37 +12,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelError, RopeScaling
+from gpu.checkpoint.architecture import Rope
 
 _POSITIONS_AT_ONCE = 2**16
 
 Floats = NDArray[np.float32]
 
 
-def rotations(
-    max_positions: int, head_dim: int, theta: float, scaling: RopeScaling | None
-) -> Iterator[tuple[slice, Floats, Floats]]:
+def rotations(max_positions: int, head_dim: int, rope: Rope) -> Iterator[tuple[slice, Floats, Floats]]:
     """Yield positions with the cosines and sines of their angles, [positions, head_dim / 2] each, multiplied by the
-    scaling's factor. They come in parts, because memory may not suffice for a second long table.
+    scaling's factor; for pairs that do not rotate they are 1 and 0. They come in parts, because memory may not suffice
+    for a second long table.
 
     Computed in float32 and rounded once by the caller: bfloat16 cannot distinguish positions above 256.
     """
-    inverse = inverse_frequencies(head_dim, theta, scaling)
+    dim = head_dim if rope.dim is None else rope.dim
+    inverse = inverse_frequencies(dim, rope.theta, rope.scaling, max_positions)
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         positions = slice(start, min(start + _POSITIONS_AT_ONCE, max_positions))
         angles = np.outer(np.arange(positions.start, positions.stop, dtype=np.float32), inverse)
-        factor = np.float32(1.0 if scaling is None else scaling.attention_factor)
-        yield positions, np.cos(angles) * factor, np.sin(angles) * factor
+        factor = np.float32(1.0 if rope.scaling is None else rope.scaling.attention_factor)
+        others = np.ones((len(angles), (head_dim - dim) // 2), dtype=np.float32)
+        yield positions, np.hstack((np.cos(angles) * factor, others)), np.hstack((np.sin(angles) * factor, 0 * others))
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Floats:
-    """Return the radians per position of each pair, float32 [head_dim / 2]. Raises ModelError for an unknown
-    `rope_type`."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse: Floats = np.float32(1) / np.float32(theta) ** exponents
+def query_scales(max_positions: int, scaling: RopeScaling | None) -> Floats | None:
+    """Return what queries are multiplied by at each position, float32 [max_positions]; None if it is always 1."""
+    if scaling is None or not scaling.query_beta:
+        return None
+    turns = np.arange(max_positions, dtype=np.float32) // np.float32(scaling.original_max_position_embeddings)
+    return np.float32(1) + np.float32(scaling.query_beta) * np.log(np.float32(1) + turns)
+
+
+def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None, max_positions: int = 0) -> Floats:
+    """Return the radians per position of each of the pairs of `dim` dimensions, float32 [dim / 2], for contexts up to
+    `max_positions`. Raises ModelError for an unknown `rope_type`."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(max(dim, 1))
+    powers = np.float32(theta) ** exponents
+    inverse: Floats = np.float32(1) / powers
     if scaling is None:
         return inverse
+    if scaling.rope_type == "longrope":
+        factors = scaling.long_factors if scaling.is_long(max_positions) else scaling.short_factors
+        return (1 / (np.array(factors, dtype=np.float32) * powers)).astype(np.float32)
     if scaling.rope_type not in _SCALINGS:
-        supported = ", ".join(_SCALINGS)
+        supported = ", ".join([*_SCALINGS, "longrope"])
         raise ModelError(f"RoPE scaling {scaling.rope_type!r} is not supported; supported are {supported}, or none.")
     return _SCALINGS[scaling.rope_type](inverse, scaling, theta)
 

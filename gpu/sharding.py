@@ -137,6 +137,13 @@ class _Cutter:
         )
 
     def attention(self, spec: architecture.AttentionSpec) -> architecture.AttentionSpec:
+        if spec.norm_together and self.size > 1:
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed="this model's norms of queries and keys are over all heads, so one rank must have them all",
+                hint="tensor_parallel_size=1 works, and pipeline_parallel_size cuts it by layers",
+            )
         queries, kv = self.heads(spec.heads.query, spec.heads.kv)
         dim = spec.heads.dim
         rows, kv_rows = (queries[0] * dim, queries[1] * dim), (kv[0] * dim, kv[1] * dim)
@@ -176,8 +183,13 @@ class _Cutter:
     def experts(self, spec: architecture.MoESpec) -> architecture.MoESpec:
         """Spread whole experts over the ranks; or, if that is not asked for and sums may be partial, cut each expert
         like a dense network. Every rank has the router."""
+        shared = spec.shared
+        if shared is not None and self.gathers:
+            shared = shared if self.rank == self.size - 1 else None
+        elif shared is not None:
+            shared = self.gated(shared)
         if not (self.whole_experts or self.gathers):
-            return replace(spec, experts=tuple(map(self.gated, spec.experts)))
+            return replace(spec, experts=tuple(map(self.gated, spec.experts)), shared=shared)
         if self.size > len(spec.experts):
             raise ConfigError(
                 "tensor_parallel_size",
@@ -186,7 +198,7 @@ class _Cutter:
                 hint=f"tensor_parallel_size={len(spec.experts)} works",
             )
         first, last = share(len(spec.experts), self.size, self.rank)
-        return replace(spec, experts=spec.experts[first:last], first=first)
+        return replace(spec, experts=spec.experts[first:last], first=first, shared=shared)
 
     def after(self, part: architecture.Part, columns: Range) -> architecture.Part:
         """Cut a matrix behind heads or inner features; this rank computes `columns` of its inputs."""

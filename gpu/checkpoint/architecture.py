@@ -7,8 +7,9 @@ choose by the class, and refuse one that they do not know.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpu.checkpoint.config import HeaderField, ModelConfig, RopeScaling
@@ -19,11 +20,34 @@ Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a p
 @dataclass(frozen=True)
 class Stack:
     """A tensor of a Hugging Face checkpoint with a part of every expert, [experts, in_features, outputs], possibly with
-    biases `name`_bias [experts, outputs]. It may be in MXFP4: `gpu.checkpoint.tensors`."""
+    biases `name`_bias [experts, outputs]. It may be in MXFP4: `gpu.checkpoint.tensors`. Without experts it is a matrix
+    [outputs, in_features] with parts one below the other (`fused`)."""
 
     name: str
     start: int = 0  # the part has every `step`-th output from this one on
     step: int = 1
+    in_gguf: bool = False  # a GGUF file has the matrix, too
+
+
+@dataclass(frozen=True)
+class HeadOrder:
+    """The order of a head's rows in a file. The first `rotary` of them rotate in pairs: neighbours if `interleaved`,
+    else rows half of `rotary` apart.
+
+    Readers reorder the rows so that all pairs are half a head apart, with pairs that do not rotate behind those that
+    do. Queries and keys are reordered alike, so no score changes, and one rotation serves all models.
+    """
+
+    dim: int
+    rotary: int
+    interleaved: bool
+
+    def rows(self) -> tuple[int, ...]:
+        """Return the row in the file of each row of a head."""
+        half, others = self.rotary // 2, (self.dim - self.rotary) // 2
+        pairs = [(2 * i, 2 * i + 1) if self.interleaved else (i, half + i) for i in range(half)]
+        pairs += [(self.rotary + i, self.rotary + others + i) for i in range(others)]
+        return tuple(row for rows in zip(*pairs, strict=True) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -35,11 +59,18 @@ class Part:
     shape: tuple[int, ...]
     bias: bool = False
     offset: float = 0.0  # added to the numbers of a Hugging Face checkpoint; a GGUF file has the sums
-    gguf_heads: int = 0  # heads with rows in another order in a GGUF file (`gpu.checkpoint.gguf_model`)
+    order: HeadOrder | None = None  # of the rows of each head in a Hugging Face checkpoint; None: ours
+    gguf_order: HeadOrder | None = None  # the same in a GGUF file
     suffix: str = ".weight"  # a GGUF file's is always this
     ranges: Ranges | None = None  # of the checkpoint's tensor, if this is one rank's part (`gpu.sharding`)
     expert: int | None = None  # its index in the tensor of all experts, in a GGUF file or in a `stack`
     stack: Stack | None = None  # None: it has a tensor of its own in a Hugging Face checkpoint
+
+    @property
+    def rows(self) -> slice:
+        """The part's rows in its stack, a matrix."""
+        start = self.stack.start if self.stack is not None else 0
+        return slice(start, start + self.shape[0])
 
     @property
     def weight_name(self) -> str:
@@ -73,11 +104,13 @@ class Rope:
 
     theta: float
     scaling: RopeScaling | None = None
+    dim: int | None = None  # dimensions of a head that rotate, the first of either half; None: all
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them.
+    """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them, or with
+    `norm_together` all query heads as one vector and all key heads as another.
 
     `sinks` [query heads] are additional scores, as in gpt-oss (Xiao et al., arXiv:2309.17453, uses tokens instead):
     each takes its share of its head's softmax and adds no value. Neither scale nor softcap changes them.
@@ -89,6 +122,7 @@ class AttentionSpec:
     qk_norm: tuple[RMSNormSpec, RMSNormSpec] | None
     rope: Rope
     sinks: Part | None = None
+    norm_together: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,23 +152,26 @@ class ClampedSwiGLUSpec(SwiGLUSpec):
 class MoESpec:
     """A mixture of experts (Shazeer et al., arXiv:1701.06538): the sum of the `top_k` experts with the largest scores
     of the router (of equal ones the first), each times its share of the softmax over all scores, or with `normalized`
-    over the chosen experts' scores."""
+    over the chosen experts' scores. A `shared` expert is added for every token, times the sigmoid of `shared_gate`."""
 
     router: Part  # [experts of the model, hidden]
     experts: tuple[SwiGLUSpec, ...]  # all of one kind and shape; a rank may have some of the model's
     top_k: int
     normalized: bool
     first: int = 0  # the index of `experts[0]` in the model
+    shared: SwiGLUSpec | None = None  # None: there is none, or another rank has it
+    shared_gate: Part | None = None  # [1, hidden]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Attention and a feed-forward network. Each comes after its norm, and its output is added to the residual stream,
-    possibly after another norm. Kinds of networks form a union here, so mypy names readers that lack one."""
+    """Attention and a feed-forward network. Each comes after its norm, if it has one, and its output is added to the
+    residual stream, possibly after another norm. Kinds of networks form a union here, so mypy names readers that lack
+    one."""
 
-    attention_norm: RMSNormSpec
+    attention_norm: RMSNormSpec | None
     attention: AttentionSpec
-    feed_forward_norm: RMSNormSpec
+    feed_forward_norm: RMSNormSpec | None
     feed_forward: SwiGLUSpec | GeGLUSpec | MoESpec
     attention_post_norm: RMSNormSpec | None = None
     feed_forward_post_norm: RMSNormSpec | None = None
@@ -150,6 +187,7 @@ class DecoderSpec:
     norm: RMSNormSpec | None
     head: Part | None  # None: the embedding is the head too
     embedding_scale: float = 1.0  # rows of the embedding are multiplied by it
+    logits_scale: float = 1.0  # logits are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     first_layer: int = 0  # the index of `layers[0]` in the model
 
@@ -170,35 +208,46 @@ def parts_of(spec: object) -> Iterator[Part]:
     return (record for record in records_of(spec) if isinstance(record, Part))
 
 
-def llama_layer(config: ModelConfig, index: int, *, gguf_heads: bool = False) -> LayerSpec:
-    """Return a layer of Llama, which most families share. `gguf_heads`: see `Part`."""
+def llama_layer(
+    config: ModelConfig, index: int, *, gguf_interleaved: bool = False, interleaved: bool = False
+) -> LayerSpec:
+    """Return a layer of Llama, which most families share. Pairs that rotate are neighbours in files of either kind if
+    `interleaved`, or in GGUF files alone."""
     hidden, inner, dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
+    rotary = dim if config.rotary_dim is None else config.rotary_dim
+    order = HeadOrder(dim, rotary, interleaved) if interleaved or rotary != dim else None
+    orders = {"order": order, "gguf_order": HeadOrder(dim, rotary, True) if gguf_interleaved else order}
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, dim**-0.5, config.window(index))
 
     def part(name: str, gguf: str, *shape: int, **more: Any) -> Part:
         return Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", shape, **more)
 
-    def norm(name: str, gguf: str, size: int) -> RMSNormSpec:
-        return RMSNormSpec(part(name, gguf, size), eps)
+    def norm(name: str, gguf: str, size: int, **more: Any) -> RMSNormSpec:
+        return RMSNormSpec(part(name, gguf, size, **more), eps)
 
-    def projection(letter: str, heads: int, reordered: bool) -> Part:
+    def projection(letter: str, heads: int, **more: Any) -> Part:
         name, gguf = f"self_attn.{letter}_proj", f"attn_{letter}"
-        return part(name, gguf, heads * dim, hidden, bias=config.attention_bias, gguf_heads=heads if reordered else 0)
+        return part(name, gguf, heads * dim, hidden, bias=config.attention_bias, **more)
 
     return LayerSpec(
         attention_norm=norm("input_layernorm", "attn_norm", hidden),
         attention=AttentionSpec(
             heads=heads,
             qkv=(
-                projection("q", heads.query, gguf_heads),
-                projection("k", heads.kv, gguf_heads),
-                projection("v", heads.kv, False),
+                projection("q", heads.query, **orders),
+                projection("k", heads.kv, **orders),
+                projection("v", heads.kv),
             ),
             out=part("self_attn.o_proj", "attn_output", hidden, heads.query * dim),
-            qk_norm=(norm("self_attn.q_norm", "attn_q_norm", dim), norm("self_attn.k_norm", "attn_k_norm", dim))
+            qk_norm=(
+                norm("self_attn.q_norm", "attn_q_norm", dim, **orders),
+                norm("self_attn.k_norm", "attn_k_norm", dim, **orders),
+            )
             if config.qk_norm
             else None,
-            rope=Rope(config.rope_theta, config.rope_scaling),
+            rope=Rope(config.rope_theta, dim=0)
+            if index in config.layers_without_rope
+            else Rope(config.rope_theta, config.rope_scaling, config.rotary_dim),
         ),
         feed_forward_norm=norm("post_attention_layernorm", "ffn_norm", hidden),
         feed_forward=SwiGLUSpec(
@@ -209,13 +258,29 @@ def llama_layer(config: ModelConfig, index: int, *, gguf_heads: bool = False) ->
     )
 
 
+def fused(name: str, gguf: str | None, *parts: Part) -> tuple[Part, ...]:
+    """Return matrices that a checkpoint has as one, one below the other. `gguf` None: a GGUF file has each alone."""
+    starts = itertools.accumulate((part.shape[0] for part in parts), initial=0)
+    return tuple(
+        replace(part, gguf=gguf or part.gguf, stack=Stack(f"{name}.weight", start, in_gguf=gguf is not None))
+        for part, start in zip(parts, starts, strict=False)
+    )
+
+
+def fused_network(network: object, name: str, gguf: str | None) -> SwiGLUSpec:
+    """Return a network with gate and up in one matrix."""
+    assert isinstance(network, SwiGLUSpec)
+    gate, up = fused(name, gguf, network.gate, network.up)
+    return replace(network, gate=gate, up=up)
+
+
 # Keys of config.json that change the computation, with the only values that a layer of Llama implements.
-LLAMA_VALUES: Mapping[str, tuple[Any, ...]] = {
+PARTIAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
     "quantization_config": (None,),
 }
+LLAMA_VALUES = {**PARTIAL_VALUES, "partial_rotary_factor": (1.0, None)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +295,16 @@ class Architecture:
     nullable: frozenset[str] = frozenset({"sliding_window"})  # numbers for which config.json may have null
     model_type: str | None = None  # the value in config.json by which transformers chooses the family
     allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
-    attention_bias: bool = False  # on q, k and v; for a GGUF file its tensors decide
+    attention_bias: bool | str = False  # on q, k and v, or the key that says so; for a GGUF file its tensors decide
     qk_norm: bool = False  # likewise
     numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # of this family alone, for `ModelConfig.numbers`
     quantizations: frozenset[str] = frozenset()  # supported values of `quant_method` in config.json, besides none
     yarn_truncate: bool = True  # `RopeScaling.truncate` for GGUF files, which do not have it
+    aliases: Mapping[str, str] = field(default_factory=dict)  # keys of this project, and what config.json calls them
+    partial_rotary: bool = False  # a part of each head may rotate
+    rope_types: Mapping[str, str] = field(default_factory=dict)  # other names of scalings in config.json
+    query_scaling: bool = False  # queries grow with their positions: `RopeScaling.query_beta`
+    no_rope_interval: int = 0  # every n-th layer has no positions if the file does not name them; 0: all have
     full_layers: int = 0  # every n-th layer has no window if the file does not name them; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()

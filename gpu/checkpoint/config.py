@@ -12,7 +12,8 @@ from engine.errors import HeadraceError
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's frequency scaling (`rope_type: llama3`), linear position interpolation (`linear`), or `yarn`."""
+    """Llama 3's frequency scaling (`rope_type: llama3`), linear position interpolation (`linear`), `yarn`, or
+    `longrope`: divisors of the frequencies for contexts up to the original length, and others for longer ones."""
 
     rope_type: str
     factor: float
@@ -23,11 +24,29 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True  # whether the bounds are whole dimensions
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
+    short_factors: tuple[float, ...] = ()  # of longrope, as are `long_factors`: a divisor for each pair that rotates
+    long_factors: tuple[float, ...] = ()
+    query_beta: float = 0.0  # queries are multiplied by 1 + beta ln(1 + floor(position / original context)); 0: by 1
+
+    def is_long(self, max_model_len: int) -> bool:
+        """Return True if a server of contexts up to `max_model_len` tokens takes `long_factors`, for all contexts: if
+        each context had its own, cached blocks of a short one would be wrong in a long one."""
+        return bool(self.long_factors) and max_model_len > self.original_max_position_embeddings
 
 
-def yarn_attention_factor(factor: float) -> float:
-    """Return YaRN's factor for contexts `factor` times as long (Peng et al., arXiv:2309.00071, 3.4)."""
-    return 0.1 * math.log(max(factor, 1.0)) + 1.0
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """Return YaRN's factor for contexts `factor` times as long (Peng et al., arXiv:2309.00071, 3.4), or with both
+    scales DeepSeek's quotient of two such factors."""
+    log = math.log(max(factor, 1.0))
+    if mscale and mscale_all_dim:
+        return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
+    return 0.1 * log + 1.0
+
+
+def longrope_attention_factor(factor: float, original: int) -> float:
+    """Return longrope's factor for contexts `factor` times as long as the original ones (Ding et al.,
+    arXiv:2402.13753)."""
+    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +65,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None  # dimensions of a head that rotate; None: all
+    layers_without_rope: tuple[int, ...] = ()  # layers without positions
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # biases on q, k and v (Qwen2)
     qk_norm: bool = False  # RMSNorm on each query and key head (Qwen3)
@@ -71,6 +92,11 @@ class ModelConfig:
     def alternating(num_layers: int, every: int) -> tuple[str, ...]:
         """Return `layer_types` in which every `every`-th layer is full."""
         return tuple(f"{'sliding' if (index + 1) % every else 'full'}_attention" for index in range(num_layers))
+
+
+def every_nth(count: int, interval: int) -> tuple[int, ...]:
+    """Return every `interval`-th of `count` layers, none if it is 0."""
+    return tuple(index for index in range(count) if interval and (index + 1) % interval == 0)
 
 
 # -------------------------------------------------------------------------------------------------------- header fields
@@ -118,6 +144,12 @@ FIELDS: dict[str, HeaderField] = {
     "beta_fast": HeaderField(float, 1e-3, 1e4, "turns", "rope.scaling.yarn_beta_fast"),
     "beta_slow": HeaderField(float, 1e-3, 1e4, "turns", "rope.scaling.yarn_beta_slow"),
     "attention_factor": HeaderField(float, 0.01, 100.0, "times"),
+    "longrope_attention_factor": HeaderField(float, 0.01, 100.0, "times", "rope.scaling.attn_factor"),
+    "mscale": HeaderField(float, 0.0, 100.0, "times"),
+    "mscale_all_dim": HeaderField(float, 0.0, 100.0, "times", "rope.scaling.yarn_log_multiplier"),
+    "llama_4_scaling_beta": HeaderField(float, 0.0, 100.0, "", "attention.temperature_scale"),
+    "partial_rotary_factor": HeaderField(float, 0.0, 1.0, "of a head"),
+    "no_rope_layer_interval": HeaderField(int, 1, 2**10, "layers"),
     "low_freq_factor": HeaderField(float, 1e-3, 1e4, "turns"),
     "high_freq_factor": HeaderField(float, 1e-3, 1e4, "turns"),
     "original_max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "rope.scaling.original_context_length"),

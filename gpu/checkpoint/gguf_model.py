@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +23,18 @@ from gpu.checkpoint.config import (
     RopeScaling,
     check_chat_template,
     check_field,
+    every_nth,
+    longrope_attention_factor,
     shown,
 )
 from gpu.checkpoint.embedder import embedder_of_gguf
+from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor, QuantizedRows
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
-from gpu.checkpoint.hf_config import check_config, linear_or_yarn
+from gpu.checkpoint.hf_config import FULL, SLIDING, check_config, linear_or_yarn
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
-from gpu.checkpoint.tensors import check_shapes, sliced
-
-T = TypeVar("T", bound=np.generic)
+from gpu.checkpoint.tensors import check_shapes, reordered, rows_of, sliced
 
 _PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -42,7 +43,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     """Open a GGUF file. Raises `ModelError` if it is damaged or its model is not supported."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
-    shapes = ((name, tensor.shape[expert is not None :]) for name, tensor, _, expert in _named(file, config))
+    shapes = ((name, _shape(tensor, part)) for name, tensor, part in _named(file, config))
     check_shapes(shapes, config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
     pooling = f"{file.require('general.architecture', str)}.pooling_type"
@@ -58,52 +59,54 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     )
 
 
-def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
-    """Undo the row order of q and k of Llama models in GGUF files: [num_heads * head_dim, ...] -> the same shape.
-
-    Hugging Face's RoPE rotates element i of a head with element i + head_dim / 2; ggml's rotates neighbours, so the
-    converter interleaves the halves of each head. (For Qwen both use the first kind, and rows keep their order.)
-    """
-    head_dim = rows.shape[0] // num_heads
-    return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
 def read_tensors(
     file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None]
 ) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
     """Yield the `ranges` of the tensors that it names, quantized or in the type of the file."""
-    for name, tensor, num_heads, expert in _named(file, config):
+    for name, tensor, part in _named(file, config):
         if name not in ranges:
             continue
-        dtype, packed, shape = _PLAIN.get(tensor.type.name), file.packed(tensor.name), tensor.shape
-        if expert is not None:
-            packed, shape = packed[expert], shape[1:]
-        whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype)
+        dtype, packed = _PLAIN.get(tensor.type.name), file.packed(tensor.name)
+        if part is not None and part.expert is not None:
+            packed = packed[part.expert]
+        elif part is not None and _is_fused(part):
+            packed = packed[part.rows]
+        shape = _shape(tensor, part)
+        whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype).reshape(shape)
         weight = sliced(whole, ranges[name])
-        if num_heads:  # a rank's part has whole heads
-            heads = num_heads * weight.shape[0] // shape[0]
-            if isinstance(weight, QuantizedRows):
-                weight = replace(weight, data=unpermute_rows(weight.data, heads))
-            else:
-                weight = unpermute_rows(weight, heads)
-        yield name, weight
+        yield name, weight if part is None else reordered(weight, part.gguf_order)
 
 
-def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int, int | None]]:
-    """Yield Hugging Face name, tensor, number of heads with rows in ggml's order, and expert. A tensor of all experts
-    comes once for each. Tensors that the model does not have, or for another number of experts, keep their names."""
+def _is_fused(part: Part) -> bool:
+    return part.stack is not None and part.stack.in_gguf
+
+
+def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
+    """Return the shape of a part of a tensor."""
+    if part is None:
+        return tensor.shape
+    if part.expert is not None:
+        return tensor.shape[1:]
+    if _is_fused(part):
+        return part.shape[:1] + tensor.shape[1:]
+    return part.shape if part.shape == (1, *tensor.shape) else tensor.shape  # a single row may be a vector
+
+
+def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, Part | None]]:
+    """Yield Hugging Face name, tensor, and part. A tensor of several parts comes once for each. Tensors that the model
+    does not have, or that hold other parts, keep their names."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
         parts[part.gguf].append(part)
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
-        of_experts = stem in parts and parts[stem][0].expert is not None
-        if stem in parts and not (of_experts and tensor.shape[0] != len(parts[stem])):
-            for part in parts[stem]:
-                in_hf = part.weight_name if kind == "weight" else f"{part.name}.{kind}"
-                yield in_hf, tensor, part.gguf_heads, part.expert
-        elif name != _ROPE_FREQUENCIES:  # which the configuration has
-            yield name, tensor, 0, None
+        found = parts.get(stem, [])
+        several = len(found) if found and found[0].expert is not None else rows_of(found) if len(found) > 1 else None
+        if found and several in (None, tensor.shape[0]):
+            for part in found:
+                yield part.weight_name if kind == "weight" else f"{part.name}.{kind}", tensor, part
+        elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS):  # which the configuration has
+            yield name, tensor, None
 
 
 # ---------------------------------------------------------------------------------------------------------- gguf config
@@ -112,6 +115,7 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
+_ROPE_DIVISORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -129,6 +133,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         if architecture != LLAMA.gguf:
             raise ModelError(f"{file.path.name} holds a mixture of experts of {architecture}, which is not supported.")
         family = MIXTRAL
+    if family is OLMO2 and file.get(f"{architecture}.attention.sliding_window", int, 0) != 0:
+        family = OLMO3
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
 
@@ -139,13 +145,16 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     numbers = Numbers(find, source=file.path.name, own=family.numbers)
     sizes = numbers.sizes()
     head_dim, num_layers = sizes["head_dim"], sizes["num_hidden_layers"]
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if file.get(f"{architecture}.{key}", int, head_dim) != head_dim:
+    rotary_dim = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
+    for key, size in (("attention.value_length", None), ("rope.dimension_count", rotary_dim)):
+        may_differ = size is not None and family.partial_rotary and 0 <= size <= head_dim
+        if not may_differ and file.get(f"{architecture}.{key}", int, head_dim) != head_dim:
             raise ModelError(
                 f"{file.path.name}: {architecture}.{key} other than the head's size {head_dim} is not supported."
             )
 
     rope_theta = numbers.number("rope_theta", 10000.0)
+    has_rope = family is not GRANITE or file.get(f"{architecture}.rope.scaling.finetuned", bool, True)
     has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
@@ -157,20 +166,31 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rms_norm_eps=_shortest(numbers.number("rms_norm_eps")),
         rope_theta=rope_theta,
         rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim, family),
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        layers_without_rope=every_nth(num_layers, family.no_rope_interval if has_rope else 1),
         tie_word_embeddings="output.weight" not in file.tensors,
         torch_dtype="bfloat16",  # files do not have it: most were rounded from this type
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
-        layer_types=ModelConfig.alternating(num_layers, numbers.integer("sliding_window_pattern", family.full_layers))
-        if has_window and family.full_layers
-        else (),
+        layer_types=_layer_types(file, numbers, num_layers, family) if has_window and family.full_layers else (),
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
         numbers=numbers.own(),
     )
     check_config(config, source=file.path.name)
     return config
+
+
+def _layer_types(file: GGUFFile, numbers: Numbers, num_layers: int, family: Architecture) -> tuple[str, ...]:
+    """Return which layers have a window: a file names each, or every how many have none, or leaves it to the family."""
+    key = f"{file.require('general.architecture', str)}.attention.sliding_window_pattern"
+    named = file.metadata.get(key)
+    if not isinstance(named, list):
+        return ModelConfig.alternating(num_layers, numbers.integer("sliding_window_pattern", family.full_layers))
+    if len(named) != num_layers:
+        raise ModelError(f"{file.path.name}: {key} must name the {num_layers} layers, got {shown(named)}.")
+    return tuple(SLIDING if has_window else FULL for has_window in named)
 
 
 def _shortest(value: float) -> float:
@@ -184,11 +204,27 @@ def _rope_scaling(
     if _ROPE_FREQUENCIES in file.tensors:
         return _llama3_scaling(file, rope_theta, head_dim)
     architecture = file.require("general.architecture", str)
+    if all(name in file.tensors for name in _ROPE_DIVISORS):
+        longest = numbers.integer("max_position_embeddings")
+        original = numbers.integer("original_max_position_embeddings", longest)
+        factor = longest / original
+        usual = longrope_attention_factor(factor, original)
+        short, long = (tuple(file.read(name).ravel().tolist()) for name in _ROPE_DIVISORS)
+        return RopeScaling(
+            rope_type="longrope",
+            factor=factor,
+            original_max_position_embeddings=original,
+            short_factors=short,
+            long_factors=long,
+            attention_factor=numbers.number("longrope_attention_factor", usual),
+        )
     kind = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if kind == "none":
         return None
     if kind in ("linear", "yarn"):
-        return linear_or_yarn(kind, numbers, truncate=family.yarn_truncate)
+        scaling = linear_or_yarn(kind, numbers, truncate=family.yarn_truncate, mscale=1.0)
+        beta = numbers.number("llama_4_scaling_beta", 0.0) if family.query_scaling else 0.0
+        return replace(scaling, query_beta=beta)
     raise ModelError(
         f"{file.path.name}: RoPE scaling {shown(kind)} is not supported; supported are linear, yarn and Llama 3's."
     )

@@ -7,10 +7,12 @@ Old and new spellings are read. A missing key has transformers' default, which d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpu.checkpoint.architecture import Architecture
 from gpu.checkpoint.config import (
+    FIELDS,
     FLAG,
     MAX_EXPERTS,
     HeaderField,
@@ -19,6 +21,8 @@ from gpu.checkpoint.config import (
     Numbers,
     RopeScaling,
     check_field,
+    every_nth,
+    longrope_attention_factor,
     shown,
     yarn_attention_factor,
 )
@@ -35,6 +39,9 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     """
     family = _family(values, source)
     values = one_spelling(values, family, source)
+    for name, other in family.aliases.items():
+        values = {key: value for key, value in values.items() if key != name}
+        values |= {name: values[other]} if other in values else {}
     fields = _Fields(values, source, family)
     for key, allowed in family.allowed_values.items():
         value = values.get(key)
@@ -49,7 +56,10 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
                 )
             named = shown(value)
             raise ModelError(f"{source}: {key}={named} in config.json is not supported; it must be {allowed[0]!r}.")
-    if fields.flag("attention_bias", False) and not family.attention_bias:
+    bias = family.attention_bias
+    if isinstance(bias, str):
+        bias = fields.flag(bias, True)
+    elif fields.flag("attention_bias", False) and not bias:
         raise ModelError(
             f"{source}: attention_bias=true in config.json is not supported for {family.name}: it adds a bias to the "
             f"output projection too. Qwen2's biases are supported."
@@ -57,16 +67,19 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
 
     sizes = fields.sizes()
     num_layers = sizes["num_hidden_layers"]
-    sliding_window, layer_types = _windows(values, fields, num_layers, family, source)
+    without_rope = _layers_without_rope(values, fields, num_layers, family, source)
+    sliding_window, layer_types = _windows(values, fields, num_layers, without_rope, family, source)
     config = ModelConfig(
         **sizes,
         architecture=family.name,
         vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=fields.number("rope_theta", 10000.0),
-        rope_scaling=_rope_scaling(values["rope_parameters"], source),
+        rope_scaling=_rope_scaling(values["rope_parameters"], fields, family, source),
+        rotary_dim=_rotary_dim(fields, sizes["head_dim"], family),
+        layers_without_rope=without_rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=family.attention_bias,
+        attention_bias=bias,
         qk_norm=family.qk_norm,
         sliding_window=sliding_window,
         layer_types=layer_types,
@@ -91,7 +104,20 @@ def check_config(config: ModelConfig, *, source: str) -> None:
         )
     if config.head_dim % 2 != 0:
         raise ModelError(f"{source}: head_dim must be even for rotary embeddings, got {config.head_dim}.")
+    if config.rotary_dim is not None and config.rotary_dim % 2 != 0:
+        raise ModelError(
+            f"{source}: partial_rotary_factor must rotate an even number of a head's {config.head_dim} dimensions, got "
+            f"{config.rotary_dim}."
+        )
     scaling = config.rope_scaling
+    pairs = (config.head_dim if config.rotary_dim is None else config.rotary_dim) // 2
+    if scaling is not None and scaling.rope_type == "longrope":
+        for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+            if len(factors) != pairs:
+                raise ModelError(
+                    f"{source}: {name} must hold a number for each of the {pairs} pairs of dimensions that rotate, got "
+                    f"{len(factors)}."
+                )
     if scaling is not None and not scaling.low_freq_factor < scaling.high_freq_factor:
         raise ModelError(
             f"{source}: low_freq_factor ({scaling.low_freq_factor:g}) must be below high_freq_factor "
@@ -160,6 +186,15 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
     for architecture in named if isinstance(named, list) else []:
         if isinstance(architecture, str) and architecture in FAMILIES:
             family = FAMILIES[architecture]
+            text = values.get("text_config")
+            if architecture.endswith("ForConditionalGeneration") and isinstance(text, dict) and "model_type" in text:
+                found = [each for each in FAMILIES.values() if each.model_type == text["model_type"]]
+                family = found[0] if found else family
+                if not found:
+                    raise ModelError(
+                        f"{source}: the text model of {architecture} has model_type={shown(text['model_type'])}, which "
+                        f"is not supported."
+                    )
             if model_type != family.model_type and model_type in {each.model_type for each in FAMILIES.values()}:
                 raise ModelError(
                     f"{source}: config.json contradicts itself: architectures={architecture}, but "
@@ -171,13 +206,17 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
     )
 
 
-def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
+def _rope_scaling(rope: Mapping[str, Any], config: _Fields, family: Architecture, source: str) -> RopeScaling | None:
+    """Return the scaling of `rope`; `config` has the fields around it."""
     fields = _Fields(rope, source)
-    kind = rope["rope_type"]
+    kind = family.rope_types.get(rope["rope_type"], rope["rope_type"])
+    if family.query_scaling and kind != "yarn":
+        raise ModelError(f"{source}: rope_type={shown(kind)} is not supported for {family.name}; it must be 'yarn'.")
     if kind == "default":
         return None
-    if kind == "linear" or (kind == "yarn" and rope.get("mscale") is None):
-        return linear_or_yarn(kind, fields, truncate=fields.flag("truncate", True))
+    if kind in ("linear", "yarn"):
+        scaling = linear_or_yarn(kind, fields, truncate=fields.flag("truncate", True))
+        return replace(scaling, query_beta=fields.number("llama_4_scaling_beta")) if family.query_scaling else scaling
     if kind == "llama3":
         return RopeScaling(
             rope_type="llama3",
@@ -186,14 +225,58 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
             high_freq_factor=fields.number("high_freq_factor"),
             original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
         )
+    if kind == "longrope":
+        longest = config.integer("max_position_embeddings")
+        original = fields.integer("original_max_position_embeddings", longest)
+        factor = fields.number("factor", longest / original)
+        return RopeScaling(
+            rope_type="longrope",
+            factor=factor,
+            original_max_position_embeddings=original,
+            short_factors=_divisors(rope, "short_factor", source),
+            long_factors=_divisors(rope, "long_factor", source),
+            attention_factor=fields.number("attention_factor", longrope_attention_factor(factor, original)),
+        )
     raise ModelError(
-        f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3, linear and yarn without mscale. "
+        f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3, linear, longrope and yarn. "
         f"Taking it out of config.json gives the model its original context."
     )
 
 
-def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool) -> RopeScaling:
-    """The scaling of a header, which is either."""
+def _divisors(rope: Mapping[str, Any], name: str, source: str) -> tuple[float, ...]:
+    values = rope.get(name)
+    if not isinstance(values, list):
+        raise ModelError(f"{source}: {name} in config.json must be a list of numbers, got {shown(values)}.")
+    return tuple(check_field(FIELDS["factor"], value, key=f"{name} in config.json", source=source) for value in values)
+
+
+def _rotary_dim(fields: _Fields, head_dim: int, family: Architecture) -> int | None:
+    """Return the dimensions of a head that rotate, None if all do."""
+    factor = fields.number("partial_rotary_factor", 1.0) if family.partial_rotary else 1.0
+    return None if factor == 1.0 else int(head_dim * factor)
+
+
+def _layers_without_rope(
+    values: Mapping[str, Any], fields: _Fields, num_layers: int, family: Architecture, source: str
+) -> tuple[int, ...]:
+    """Return the layers without positions: those with 0 in `no_rope_layers`, else every `no_rope_layer_interval`-th, or
+    all unless `position_embedding_type` is rope."""
+    if "position_embedding_type" in family.allowed_values:
+        return () if values.get("position_embedding_type") == "rope" else tuple(range(num_layers))
+    if not family.no_rope_interval:
+        return ()
+    if (named := values.get("no_rope_layers")) is None:
+        return every_nth(num_layers, fields.integer("no_rope_layer_interval", family.no_rope_interval))
+    if not isinstance(named, list) or len(named) < num_layers or not {*map(str, named)} <= {"0", "1"}:
+        raise ModelError(
+            f"{source}: no_rope_layers in config.json must hold 0 or 1 for each of the {num_layers} layers, got "
+            f"{shown(named)}."
+        )
+    return tuple(index for index in range(num_layers) if not named[index])
+
+
+def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool, mscale: float = 0.0) -> RopeScaling:
+    """Return the scaling of a header, which is either. `mscale` is for headers that do not have it."""
     factor = numbers.number("factor")
     if kind == "linear":
         return RopeScaling(rope_type="linear", factor=factor)
@@ -204,7 +287,10 @@ def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool) -> RopeScalin
         beta_fast=numbers.number("beta_fast", 32.0),
         beta_slow=numbers.number("beta_slow", 1.0),
         truncate=truncate,
-        attention_factor=numbers.number("attention_factor", yarn_attention_factor(factor)),
+        attention_factor=numbers.number(
+            "attention_factor",
+            yarn_attention_factor(factor, numbers.number("mscale", mscale), numbers.number("mscale_all_dim", 0.0)),
+        ),
     )
 
 
@@ -218,13 +304,18 @@ def _dense_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, s
 
 
 def _windows(
-    values: Mapping[str, Any], fields: _Fields, num_layers: int, family: Architecture, source: str
+    values: Mapping[str, Any],
+    fields: _Fields,
+    num_layers: int,
+    without_rope: tuple[int, ...],
+    family: Architecture,
+    source: str,
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the window, and which layers have it, by the keys that the family reads (`Architecture.window_keys`).
 
     There is no window if it is null or `use_sliding_window` is false. Without `layer_types`, the layers of families
-    with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, and other families have it
-    in all layers.
+    with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, SmolLM3's if they have no
+    positions, and other families have it in all layers.
     """
     keys = family.window_keys
     is_on = "use_sliding_window" not in keys or fields.flag("use_sliding_window", False)
@@ -237,8 +328,13 @@ def _windows(
     else:
         num_full = fields.integer("max_window_layers") if "max_window_layers" in keys and window else 0
         usual = [FULL if window is None or index < num_full else SLIDING for index in range(num_layers)]
+        if family.no_rope_interval:
+            usual = [kind if index in without_rope else FULL for index, kind in enumerate(usual)]
     named = values.get("layer_types")
+    named = family.defaults.get("layer_types") if named is None else named
     kinds = usual if named is None or (named == [] and "layer_types" not in keys) else named
+    if isinstance(kinds, list) and "attention" in kinds:  # as Granite 4 names them
+        kinds = [FULL if kind == "attention" else kind for kind in kinds]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
         raise ModelError(
             f"{source}: layer_types in config.json must name {FULL} or {SLIDING} for each of the {num_layers} "
@@ -285,14 +381,8 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
     flat and has a `rope_type`. Raises `ModelError` for spellings that contradict each other.
     """
     text = mapping(values, "text_config", source)
-    _agreed(
-        {
-            "tie_word_embeddings": values.get("tie_word_embeddings"),
-            "text_config.tie_word_embeddings": text.get("tie_word_embeddings"),
-        },
-        source,
-    )
-    merged = {**values, **text}
+    # A wrapper ties by default, whatever its text part would do: transformers#43429.
+    merged = {**({"tie_word_embeddings": True} if text else {}), **values, **text}
     for name, other in (("num_experts", "num_local_experts"), ("dtype", "torch_dtype")):
         value = _agreed({name: merged.get(name), other: merged.get(other)}, source)
         if value is not None:
@@ -336,16 +426,18 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
                 f"rope_parameters and takes {default:g}. Move the keys of rope_scaling to rope_parameters."
             )
     scaling = old or new
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    original = "original_max_position_embeddings"
+    for name in ("rope_theta", "partial_rotary_factor", original):
         found[name] = _agreed(
             {
-                name: values.get(name),
+                name: values.get(name, family.defaults.get(name) if scaling and name == original else None),
                 f"rope_scaling.{name}": old.get(name),
                 f"rope_parameters.{name}": new.get(name),
             },
             source,
         )
-    found.pop("original_max_position_embeddings")
+    if (context := found.pop(original)) is not None and original in family.defaults:
+        scaling = {**scaling, original: context}  # Phi 3 has it outside of the scaling
     return {name: value for name, value in found.items() if value is not None} | {"rope_parameters": scaling}
 
 

@@ -5,25 +5,28 @@ Imported by every reader of this package.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.checkpoint.architecture import DecoderSpec, Part, Ranges, parts_of
+from gpu.checkpoint.architecture import DecoderSpec, HeadOrder, Part, Ranges, parts_of
 from gpu.checkpoint.config import ModelConfig, ModelError, shown
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gguf_file import MXFP4_DOUBLED, TENSOR_TYPES, QuantizedRows, q8_0_of_powers
+
+logger = logging.getLogger(__name__)
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # Tensors of a vision model, which are skipped, and the prefix of its text part, which is served.
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
-_OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
+_OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
 _NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
 
@@ -57,7 +60,7 @@ def text_name(name: str) -> str:
     """Return the name of a tensor in a text model."""
     if _BARE.match(name):
         return f"model.{name}"
-    return _OF_TEXT.sub("model.", name, count=1) if _OF_TEXT.match(name) else name
+    return _OF_TEXT.sub(lambda found: "model." if found[1] else "", name, count=1) if _OF_TEXT.match(name) else name
 
 
 def checked(
@@ -75,10 +78,13 @@ def checked(
 
 def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConfig, *, source: str) -> None:
     """Raise `ModelError` unless the tensors of a file are those of `config`, before memory is allocated for any."""
-    check = _Check(config)
+    check, of_images = _Check(config), 0
     for name, shape in found:
         check.takes(text_name(name), shape)
+        of_images += bool(_OF_IMAGES.fullmatch(name))
     check.end(source)
+    if of_images:
+        logger.info("%s: %d tensors of the vision model are skipped: only text is served", source, of_images)
 
 
 class _Check:
@@ -163,7 +169,7 @@ class MXFP4Rows:
 def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a checkpoint, and for each stack views of its parts: arrays, or MXFP4Rows.
 
-    A stack with another number of parts, of another type or without its scales keeps its name, which the checks refuse.
+    A stack with other parts, of another type or without its scales keeps its name, which the checks refuse.
     """
     stacks: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
@@ -177,6 +183,9 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
             if stem + _BLOCKS in waiting and stem + _SCALES in waiting:
                 blocks, scales = waiting.pop(stem + _BLOCKS), waiting.pop(stem + _SCALES)
                 yield from _rows(stem, stacks[stem], blocks, scales)
+        elif name in stacks and array.ndim == 2 and len(array) == rows_of(stacks[name]):
+            for part in stacks[name]:
+                yield part.weight_name, array[part.rows]
         elif name in stacks and array.ndim == 3:
             yield from _parts(name, stacks[name], array.swapaxes(1, 2), "weight")
         elif name.endswith("_bias") and name.removesuffix("_bias") in stacks and array.ndim == 2:
@@ -184,6 +193,19 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
         else:
             yield name, array
     yield from waiting.items()
+
+
+def rows_of(parts: Iterable[Part]) -> int:
+    """Return the rows of a matrix with these parts."""
+    return sum(part.shape[0] for part in parts)
+
+
+def reordered(weight: Weight, order: HeadOrder | None) -> Weight:
+    """Return rows of whole heads in this project's order, or elements of a vector."""
+    if order is None:
+        return weight
+    index = np.arange(weight.shape[0]).reshape(-1, order.dim)[:, order.rows()].ravel()
+    return replace(weight, data=weight.data[index]) if isinstance(weight, QuantizedRows) else weight[index]
 
 
 def _parts(name: str, parts: list[Part], array: NDArray[Any], kind: str) -> Iterator[tuple[str, NDArray[Any]]]:

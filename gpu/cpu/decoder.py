@@ -23,6 +23,7 @@ from gpu.checkpoint.architecture import (
     ClampedSwiGLUSpec,
     DecoderSpec,
     GeGLUSpec,
+    HeadOrder,
     Heads,
     LayerSpec,
     MoESpec,
@@ -52,7 +53,7 @@ from gpu.cpu.library import (
 )
 from gpu.cpu.weights import BF16, FORMS, LANES, PackedWeights, zeros
 from gpu.kv_cache import kv_layout
-from gpu.rotary import rotations
+from gpu.rotary import query_scales, rotations
 from gpu.runner.runner import ModelInputs
 
 TILE = 16  # tokens: `headrace::kTile`
@@ -61,7 +62,7 @@ _LOGITS_ROWS = 64  # rows of logits that ranks exchange at a time
 
 # The kinds of parts that `forward` computes; torch computes models with any other.
 _KINDS = {
-    *(DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, RMSNormSpec, Part, Stack),
+    *(DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, RMSNormSpec, Part, Stack, HeadOrder),
     *(SwiGLUSpec, GeGLUSpec, MoESpec, ClampedSwiGLUSpec),
 }
 
@@ -113,7 +114,7 @@ class CPUCausalLM:
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
             num_layers=len(spec.layers),
             hidden=config.hidden_size,
-            epsilon=spec.layers[0].attention_norm.eps,
+            epsilon=_epsilon(spec),
             embedding_scale=spec.embedding_scale,
             gelu=any(type(layer.feed_forward) is GeGLUSpec for layer in spec.layers),
             post_norms=spec.layers[0].attention_post_norm is not None,
@@ -141,7 +142,7 @@ class CPUCausalLM:
         records = list(records_of(spec))
         if not {type(record) for record in records} <= _KINDS:
             return False
-        heads, epsilon = spec.layers[0].attention.heads, spec.layers[0].attention_norm.eps
+        heads, epsilon = spec.layers[0].attention.heads, _epsilon(spec)
         merged = [layer.attention.qkv for layer in spec.layers]  # their biases are one vector, or none
         mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
         outs = [layer.attention.out for layer in spec.layers]
@@ -152,7 +153,13 @@ class CPUCausalLM:
             and heads.query // heads.kv <= MAX_GROUP
             and config.hidden_size % LANES == 0
             and config.intermediate_size % LANES == 0
-            and all(mixture.experts[0].gate.shape[0] % LANES == 0 for mixture in mixtures)
+            and all(
+                network.gate.shape[0] % LANES == 0
+                for mixture in mixtures
+                for network in (mixture.experts[0], mixture.shared)
+                if network is not None
+            )
+            and not any(mixture.shared and isinstance(mixture.experts[0], ClampedSwiGLUSpec) for mixture in mixtures)
             and len({type(layer.feed_forward) for layer in spec.layers} - {MoESpec}) <= 1
             and not (mixtures and any(layer.feed_forward_post_norm for layer in spec.layers))
             and len({(record.query, record.kv, record.dim) for record in records if type(record) is Heads}) == 1
@@ -226,10 +233,13 @@ class CPUCausalLM:
         dim = self.config.head_dim
         self._rotary = {rope: np.empty((2, max_model_len, dim // 2), dtype=np.float32) for rope in self._ropes}
         for rope, table in self._rotary.items():
-            for positions, cosines, sines in rotations(max_model_len, dim, rope.theta, rope.scaling):
+            for positions, cosines, sines in rotations(max_model_len, dim, rope):
                 table[0, positions], table[1, positions] = cosines, sines
+        self._query_scales = {rope: query_scales(max_model_len, rope.scaling) for rope in self._ropes}
         for layer, rope in zip(self._layers, self._ropes, strict=True):
             layer.cosines, layer.sines = (half.ctypes.data for half in self._rotary[rope])
+            scales = self._query_scales[rope]
+            layer.query_scales = None if scales is None else scales.ctypes.data
 
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[R, hidden] -> [R, vocab], in memory that the next call reuses."""
@@ -239,6 +249,8 @@ class CPUCausalLM:
         logits = self._logits[: rows * width].reshape(rows, width)
         for part in self._parts(rows):
             self._of_head(self._library.functions.hr_logits, hidden[part], logits[part].ctypes.data, width)
+        if self._spec.logits_scale != 1.0:
+            logits *= np.float32(self._spec.logits_scale)
         if self._softcap is not None:
             logits[:] = np.tanh(logits / np.float32(self._softcap)) * np.float32(self._softcap)
         return logits[:, : self.config.vocab_size]
@@ -289,6 +301,10 @@ class CPUCausalLM:
         resumed = answers()
         next(resumed)
         return StopFunction(resumed.__next__)
+
+
+def _epsilon(spec: DecoderSpec) -> float:
+    return next(record.eps for record in records_of(spec) if isinstance(record, RMSNormSpec))
 
 
 def _begins(spec: DecoderSpec) -> dict[str, int]:

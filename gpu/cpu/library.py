@@ -86,6 +86,8 @@ class ExpertsStruct(ctypes.Structure):
         ("alpha", c_float),
         ("limit", c_float),
         ("tokens", c_void_p),
+        ("shared_gate", c_void_p),
+        ("shared", POINTER(ExpertStruct)),
     )
 
 
@@ -106,7 +108,9 @@ class LayerStruct(ctypes.Structure):
         ("experts", POINTER(ExpertsStruct)),
         ("cosines", c_void_p),
         ("sines", c_void_p),
+        ("query_scales", c_void_p),
         ("kv_cache", c_void_p),
+        ("norm_together", c_int32),
         ("group", c_int32),
         ("heads", HeadsStruct),
     )

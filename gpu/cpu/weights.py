@@ -59,21 +59,21 @@ class PackedWeights:
 
         for struct, layer in zip(self._model.layers[: len(spec.layers)], spec.layers, strict=True):
             attention, network = layer.attention, layer.feed_forward
-            norm(struct, "attention_norm", layer.attention_norm)
             matrix(struct, "qkv", *attention.qkv)
             if attention.qkv[0].bias:
                 vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
-            post_norms = (layer.attention_post_norm, layer.feed_forward_post_norm)
-            fields = ("attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
-            for field, further in zip(fields, (*post_norms, *(attention.qk_norm or ())), strict=False):
+            norms = (layer.attention_norm, layer.attention_post_norm, layer.feed_forward_norm)
+            norms += (layer.feed_forward_post_norm, *(attention.qk_norm or ()))
+            fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
+            for field, further in zip(fields, norms, strict=False):
                 if further is not None:
                     norm(struct, field, further)
+            struct.norm_together = attention.norm_together
             if attention.sinks is not None:
                 vector(struct.heads, "sinks", attention.sinks.weight_name)
             matrix(struct, "out", attention.out)
             if attention.out.bias:
                 vector(struct, "out_bias", f"{attention.out.name}.bias")
-            norm(struct, "mlp_norm", layer.feed_forward_norm)
             if isinstance(network, MoESpec):
                 groups += self._expert_groups(struct, network, matrix, vector)
                 continue
@@ -111,7 +111,13 @@ class PackedWeights:
         vector(experts, "router", spec.router.weight_name)
         if spec.router.bias:
             vector(experts, "router_bias", f"{spec.router.name}.bias")
-        for struct, expert in zip(each, spec.experts, strict=True):
+        shared = [] if spec.shared is None else [(ExpertStruct(), spec.shared)]
+        for struct, _ in shared:
+            experts.shared = ctypes.pointer(struct)
+            self._experts.append(struct)
+        if spec.shared_gate is not None:
+            vector(experts, "shared_gate", spec.shared_gate.weight_name)
+        for struct, expert in (*zip(each, spec.experts, strict=True), *shared):
             matrix(struct, "gate_up", expert.gate, expert.up, interleave=True)
             matrix(struct, "down", expert.down)
             if expert.gate.bias:

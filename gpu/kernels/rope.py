@@ -27,6 +27,7 @@ def rope_and_cache(
     num_heads: int,
     qk_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalize (Qwen3) and rotate queries and keys, and store keys and values at their slots.
 
@@ -34,11 +35,20 @@ def rope_and_cache(
     in place and returned as a view, [T, num_heads, head_dim]. Its keys are unspecified afterwards. `positions` and
     `slot_mapping` are int64 [T]. `table` is [2, max_positions, head_dim], the cosines and signed sines of
     `gpu.models.layers.RotaryEmbedding`; pairs are (i, i + head_dim / 2). `qk_norm` is [2, head_dim], the RMSNorm
-    weights of query and key heads. All arithmetic is float32, rounded once.
+    weights of query and key heads. With `query_scales`, float32 [max_positions], queries are multiplied by that of
+    their position (Ministral 3). All arithmetic is float32, rounded once.
     """
     if not on_triton(qkv):
         return rope_and_cache_reference(
-            qkv, positions, table, kv_cache, slot_mapping, num_heads=num_heads, qk_norm=qk_norm, eps=eps
+            qkv,
+            positions,
+            table,
+            kv_cache,
+            slot_mapping,
+            num_heads=num_heads,
+            qk_norm=qk_norm,
+            eps=eps,
+            query_scales=query_scales,
         )
     num_tokens = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
@@ -50,6 +60,7 @@ def rope_and_cache(
             kv_cache,
             slot_mapping,
             table if qk_norm is None else qk_norm,
+            table if query_scales is None else query_scales,
             eps,
             qkv.stride(0),
             qkv.stride(1),
@@ -62,6 +73,7 @@ def rope_and_cache(
             HEAD_DIM=head_dim,
             BLOCK_SIZE=block_size,
             HAS_NORM=qk_norm is not None,
+            HAS_SCALES=query_scales is not None,
             BLOCK_HEADS=BLOCK_HEADS,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         )
@@ -78,6 +90,7 @@ def rope_and_cache_reference(
     num_heads: int,
     qk_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do the work of `rope_and_cache` in torch."""
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
@@ -88,6 +101,8 @@ def rope_and_cache_reference(
         rotated[:, num_heads:] *= qk_norm[1].float()
     cos, sin = table.index_select(1, positions).float().unsqueeze(2).unbind()
     rotated = rotated * cos + rotated.roll(head_dim // 2, dims=-1) * sin
+    if query_scales is not None:
+        rotated[:, :num_heads] *= query_scales[positions].view(-1, 1, 1)
     used = slot_mapping >= 0
     blocks, offsets = slot_mapping[used] // kv_cache.shape[3], slot_mapping[used] % kv_cache.shape[3]
     kv_cache[blocks, 0, :, offsets] = rotated[used, num_heads:].to(kv_cache.dtype)
@@ -105,6 +120,7 @@ def _rope_and_cache(
     cache_ptr,
     slots_ptr,
     norm_ptr,
+    scales_ptr,
     eps,
     token_stride,
     head_stride,
@@ -117,6 +133,7 @@ def _rope_and_cache(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -139,7 +156,12 @@ def _rope_and_cache(
         normed = inside & (~is_value)[:, None]
         low *= tl.where(normed, inverse * tl.load(weight, mask=normed, other=1.0).to(tl.float32), 1.0)
         high *= tl.where(normed, inverse * tl.load(weight + HALF, mask=normed, other=1.0).to(tl.float32), 1.0)
-    angle = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + HALF + pair
+    position = tl.load(positions_ptr + token)
+    if HAS_SCALES:
+        scale = tl.where(is_query, tl.load(scales_ptr + position), 1.0)[:, None]
+        low *= scale
+        high *= scale
+    angle = table_ptr + position * HEAD_DIM + HALF + pair
     cosine = tl.load(angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(angle + sines_stride, mask=in_half, other=0.0).to(tl.float32)[None, :]
     cosine = tl.where(is_value[:, None], 1.0, cosine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -54,6 +55,8 @@ class MoE(nn.Module):
         self._communicator = place.communicator
         self._is_spread = count < spec.router.shape[0]
         self._clamp = (network.alpha, network.limit) if isinstance(network, ClampedSwiGLUSpec) else None
+        self.shared = None if spec.shared is None else SwiGLU(spec.shared, replace(place, communicator=None))
+        self.shared_gate = None if spec.shared_gate is None else layers.Linear(spec.shared_gate, place=place)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
@@ -64,6 +67,8 @@ class MoE(nn.Module):
         self.chosen = experts
         groups = group_rows(experts, len(self.spec.experts), self.spec.first)
         output = combine(self._experts(hidden, groups), shares)
+        if self.shared is not None:
+            output += self._shared(hidden)
         if ranks is not None:
             ranks.all_reduce_(output)
         return output
@@ -73,6 +78,12 @@ class MoE(nn.Module):
         inner = grouped_linear(hidden, self.gate_up, self.gate_up_bias, groups, gather=True)
         inner = layers.silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
         return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
+
+    def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute this rank's part of the expert that all tokens have."""
+        assert self.shared is not None
+        assert self.shared_gate is not None
+        return self.shared(hidden).mul_(self.shared_gate(hidden).sigmoid_())
 
     def _exchanged(self, hidden: torch.Tensor, ranks: Communicator) -> torch.Tensor:
         """Compute the layer as `forward` does, by all-to-all."""
@@ -96,7 +107,12 @@ class MoE(nn.Module):
         pairs = torch.empty_like(returned).index_copy_(0, groups.order, returned)
         output = combine(pairs, shares).flatten()
         size = hidden.shape[1]
-        return ranks.all_gather(output, [(last - first) * size for first, last in tokens]).view(-1, size)
+        output = ranks.all_gather(output, [(last - first) * size for first, last in tokens]).view(-1, size)
+        if self.shared is not None:
+            shared = self._shared(hidden)
+            ranks.all_reduce_(shared)
+            output += shared
+        return output
 
     def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, network in enumerate(self.spec.experts):
@@ -126,7 +142,9 @@ class SelfAttention(nn.Module):
         self.num_qk_heads = heads.query + heads.kv
         self.backend = backend(heads)
         self.qkv = layers.Linear(*spec.qkv, place=place)
-        self.qk_norm = None if spec.qk_norm is None else layers.QKNorm(spec.qk_norm, heads, place)
+        norms, each = spec.qk_norm or (), not spec.norm_together
+        self.qk_norm = layers.QKNorm(spec.qk_norm, heads, place) if spec.qk_norm is not None and each else None
+        self.norms_together = nn.ModuleList([] if each else [layers.RMSNorm(norm, place) for norm in norms])
         self.out = layers.RowLinear(spec.out, place)
         self.spec = spec
         self.sinks = None if spec.sinks is None else place.parameter(heads.query, dtype=torch.float32)
@@ -136,10 +154,21 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         heads = self.qkv(hidden).unflatten(-1, (-1, self.heads.dim))
+        parts = heads.split([self.heads.query, self.heads.kv, self.heads.kv], 1)
+        for normed, part in zip(self.norms_together, parts, strict=False):
+            part.copy_(normed(part.flatten(1)).view_as(part))
         if isinstance(self.backend, TritonAttention):
             norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
             output = self.backend.forward_fused(
-                heads, rotation.positions, rotation.table, norm, eps, kv_cache, metadata, self.sinks
+                heads,
+                rotation.positions,
+                rotation.table,
+                norm,
+                eps,
+                kv_cache,
+                metadata,
+                self.sinks,
+                rotation.query_scales,
             )
             return self.out(output.flatten(1))
         qk, value = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
@@ -147,6 +176,8 @@ class SelfAttention(nn.Module):
             qk = self.qk_norm(qk)
         layers.rotate_(qk, *rotation.angles)
         query, key = qk[:, : self.heads.query], qk[:, self.heads.query :]
+        if rotation.query_scales is not None:
+            query *= rotation.query_scales[rotation.positions].to(query.dtype).view(-1, 1, 1)
         return self.out(self.backend.forward(query, key, value, kv_cache, metadata, self.sinks).flatten(1))
 
     def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,10 +53,7 @@ class CausalLM(nn.Module):
         if spec.embedding is not None:
             self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, place)
         ropes = [layer.attention.rope for layer in spec.layers]
-        rotaries = {
-            rope: RotaryEmbedding(config.head_dim, max_model_len, rope.theta, rope.scaling, place)
-            for rope in dict.fromkeys(ropes)
-        }
+        rotaries = {rope: RotaryEmbedding(config.head_dim, max_model_len, rope, place) for rope in dict.fromkeys(ropes)}
         self._rotaries = [*rotaries.values()]  # in the order of their first use
         self._rotary_of = [list(rotaries).index(rope) for rope in ropes]  # each layer
         self.rotary, *others = self._rotaries
@@ -139,6 +136,8 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, tokens of this rank]"""
         assert self.lm_head is not None
         logits: torch.Tensor = self.lm_head(hidden)
+        if self.spec.logits_scale != 1.0:
+            logits.mul_(self.spec.logits_scale)
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
     @torch.inference_mode()
@@ -159,13 +158,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: LayerSpec, attention: Callable[[Heads], AttentionBackend], place: Place) -> None:
         super().__init__()
         mixer, network = _implemented(ATTENTION, spec.attention), _implemented(FEED_FORWARD, spec.feed_forward)
-        self.attention_norm = RMSNorm(spec.attention_norm, place)
         self.attention = mixer(spec.attention, attention, place)
-        self.feed_forward_norm = RMSNorm(spec.feed_forward_norm, place)
         self.feed_forward = network(spec.feed_forward, place)
-        post_norms = (spec.attention_post_norm, spec.feed_forward_post_norm)
-        self.attention_post_norm, self.feed_forward_post_norm = (
-            None if norm is None else RMSNorm(norm, place) for norm in post_norms
+        norms = (spec.attention_norm, spec.attention_post_norm, spec.feed_forward_norm, spec.feed_forward_post_norm)
+        self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm = (
+            None if norm is None else RMSNorm(norm, place) for norm in norms
         )
 
     def forward(
@@ -178,11 +175,17 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to `residual` [T, hidden] in place. The output of this layer is
         returned instead of added, so that the next norm adds and normalizes in one pass."""
-        delta = self.attention(self.attention_norm(residual, delta), rotation, metadata, kv_cache)
+        hidden = _added(residual, delta) if self.attention_norm is None else self.attention_norm(residual, delta)
+        delta = self.attention(hidden, rotation, metadata, kv_cache)
         if self.attention_post_norm is not None:
             delta = self.attention_post_norm(delta)
-        delta = self.feed_forward(self.feed_forward_norm(residual, delta))
+        norm = self.feed_forward_norm
+        delta = self.feed_forward(_added(residual, delta) if norm is None else norm(residual, delta))
         return delta if self.feed_forward_post_norm is None else self.feed_forward_post_norm(delta)
+
+
+def _added(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    return residual if delta is None else residual.add_(delta)
 
 
 def _implemented(kinds: Mapping[type, T], spec: object) -> T:

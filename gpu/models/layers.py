@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpu import kernels
-from gpu.checkpoint import RopeScaling
-from gpu.checkpoint.architecture import Heads, Part, RMSNormSpec
+from gpu.checkpoint.architecture import Heads, Part, RMSNormSpec, Rope
 from gpu.kernels import add_rms_norm, gather_rows
 from gpu.kernels.dispatch import on_triton
-from gpu.rotary import rotations
+from gpu.rotary import query_scales, rotations
 from gpu.sharding import Communicator
 
 
@@ -96,11 +95,10 @@ class RotaryEmbedding(nn.Module):
 
     table: torch.Tensor
 
-    def __init__(
-        self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None, place: Place
-    ) -> None:
+    def __init__(self, head_dim: int, max_positions: int, rope: Rope, place: Place) -> None:
         super().__init__()
-        self._angles = (head_dim, theta, scaling)
+        self._rope = rope
+        self.query_scales: torch.Tensor | None = None  # float32 [max_positions], see `gpu.rotary`
         table = torch.empty(2, 0, head_dim, dtype=place.dtype, device=place.device)
         self.register_buffer("table", table, persistent=False)
         self.resize(max_positions)
@@ -109,7 +107,9 @@ class RotaryEmbedding(nn.Module):
         """Make the table as long as `max_positions`."""
         half = self.table.shape[2] // 2
         self.table = torch.empty(2, max_positions, 2 * half, dtype=self.table.dtype, device=self.table.device)
-        for positions, *parts in rotations(max_positions, *self._angles):
+        scales = query_scales(max_positions, self._rope.scaling)
+        self.query_scales = None if scales is None else torch.from_numpy(scales).to(self.table.device)
+        for positions, *parts in rotations(max_positions, 2 * half, self._rope):
             cos, sin = (torch.from_numpy(part).to(self.table.device) for part in parts)
             # The sines have the sign of the half-split rotation, which saves an operation per layer.
             self.table[0, positions, :half] = self.table[0, positions, half:] = cos
@@ -117,7 +117,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of tokens at these positions, int64 [T]."""
-        return Rotation(positions, self.table)
+        return Rotation(positions, self.table, self.query_scales)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class Rotation:
 
     positions: torch.Tensor  # int64 [T]
     table: torch.Tensor  # [2, max_positions, head_dim], cosines and signed sines
+    query_scales: torch.Tensor | None = None  # float32 [max_positions]
 
     @cached_property
     def angles(self) -> tuple[torch.Tensor, torch.Tensor]:

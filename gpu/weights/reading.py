@@ -19,7 +19,17 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.hf_files import read_header
-from gpu.checkpoint.tensors import MXFP4Rows, Weight, checked, ranges_of, shapes_of, tensor_shapes, text_name, unstacked
+from gpu.checkpoint.tensors import (
+    MXFP4Rows,
+    Weight,
+    checked,
+    ranges_of,
+    reordered,
+    shapes_of,
+    tensor_shapes,
+    text_name,
+    unstacked,
+)
 from gpu.sharding import cut
 
 W = TypeVar("W", bound=Weight)
@@ -61,13 +71,13 @@ def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
     elif isinstance(files.tensors, GGUFFile):
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
-        offsets = {part.weight_name: part.offset for part in parts_of(spec) if part.offset}
+        parts = {name: part for part in parts_of(spec) for name in (part.weight_name, f"{part.name}.bias")}
         named = ((text_name(name), tensor) for name, tensor in _read_safetensors(files.tensors))
         found = unstacked(named, files.config)
         wanted = ((name, _numbers(name, weight)) for name, weight in found if name in ranges)
         for name, weight in cut(wanted, spec):
-            offset = offsets.get(name)
-            yield name, weight if offset is None else floats(weight) + np.float32(offset)
+            part, rows = parts[name], reordered(weight, parts[name].order)
+            yield name, floats(rows) + np.float32(part.offset) if part.offset else rows
 
 
 def _numbers(name: str, weight: MXFP4Rows | NDArray[Any]) -> Weight:

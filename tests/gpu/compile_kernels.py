@@ -134,7 +134,9 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.combine(zeros(8, 4096), floats(4, 2))
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
-    kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
+    where = (zeros(4, 48, 128), longs(4), table, cache, longs(4))
+    kernels.rope_and_cache(*where, num_heads=32, qk_norm=zeros(2, 128))
+    kernels.rope_and_cache(*where, num_heads=32, query_scales=floats(64))
     for head_dim, window, longest in (
         (128, None, None),
         (128, None, 3),

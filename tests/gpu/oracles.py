@@ -20,15 +20,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gpu.attention import TorchAttention
 from gpu.checkpoint import ModelConfig, RopeScaling
 from gpu.checkpoint.architecture import parts_of
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
-from gpu.checkpoint.tensors import unstacked
+from gpu.checkpoint.tensors import reordered, unstacked
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
+from tests.gpu.dense_models import DENSE, DENSE_NAMES
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.gpu.sink_models import SinksConfig
 
@@ -106,7 +108,9 @@ ORACLES |= {
         rope_parameters=YARN,
     ),
 }
+ORACLES |= DENSE
 FROM_THEIR_CONFIG = {
+    **DENSE_NAMES,
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -155,10 +159,22 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
 
 def weights_of(oracle: PreTrainedModel, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """As they are read from a checkpoint of it."""
-    offsets = {f"{part.name}.weight": part.offset for part in parts_of(spec_of(config))}
+    parts = {name: part for part in parts_of(spec_of(config)) for name in (part.weight_name, f"{part.name}.bias")}
     state = revert_weight_conversion(oracle, oracle.state_dict()) if config.num_experts else oracle.state_dict()
-    arrays = unstacked(((name, tensor.float().numpy()) for name, tensor in state.items()), config)
-    return ((name, torch.tensor(array + np.float32(offsets.get(name, 0.0)))) for name, array in arrays)
+    for name, array in unstacked(((name, tensor.float().numpy()) for name, tensor in state.items()), config):
+        if name in parts:
+            rows = reordered(array, parts[name].order)
+            assert isinstance(rows, np.ndarray)
+            yield name, torch.tensor(rows + np.float32(parts[name].offset))
+
+
+def with_one_answer(oracle: PreTrainedModel, max_model_len: int) -> PreTrainedModel:
+    """Longrope as a server of contexts up to this length has it: transformers decides for each context anew."""
+    rotary: Any = oracle.base_model.rotary_emb
+    scaling = model_config(oracle.config).rope_scaling
+    if scaling is not None and scaling.is_long(max_model_len):
+        (rotary.original_inv_freq, _) = ROPE_INIT_FUNCTIONS["longrope"](oracle.config, "cpu", seq_len=max_model_len)
+    return oracle
 
 
 def build(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> CausalLM:

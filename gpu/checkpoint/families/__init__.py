@@ -2,6 +2,7 @@
 
 In reading order:
 
+dense  Ministral 3, Phi 3 and 4, Granite 3 and 4, SmolLM3, OLMo 2 and 3, GLM-4.
 gemma  Gemma 2 and 3.
 table  All families by their names in files, with their specifications.
 """

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from gpu.checkpoint import architecture
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
+from gpu.checkpoint.families.dense import DENSE, interleaved_in_gguf
 from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
 
 
 def _gpt_oss_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     """Checkpoints have the experts of a layer as one tensor, with rows of gate and up in turn, in bfloat16 or MXFP4."""
     layer = architecture.llama_layer(config, index)
-    attention, norm = layer.attention, layer.feed_forward_norm.weight
+    attention, norm = layer.attention, layer.feed_forward_norm
+    assert norm is not None
     in_hf, in_gguf = f"model.layers.{index}.self_attn.sinks", f"blk.{index}.attn_sinks"
     sinks = architecture.Part(in_hf, in_gguf, (attention.heads.query,), suffix="")
     experts = architecture.mixture_of_experts(
@@ -33,9 +34,7 @@ def _gpt_oss_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     return replace(
         layer,
         attention=replace(attention, sinks=sinks, out=replace(attention.out, bias=config.attention_bias)),
-        feed_forward_norm=architecture.RMSNormSpec(
-            replace(norm, gguf=f"blk.{index}.post_attention_norm"), config.rms_norm_eps
-        ),
+        feed_forward_norm=replace(norm, weight=replace(norm.weight, gguf=f"blk.{index}.post_attention_norm")),
         feed_forward=experts,
     )
 
@@ -107,6 +106,45 @@ QWEN3_MOE = architecture.Architecture(
 )
 
 
+# Qwen 2 with experts: some that are chosen, and one that all tokens have.
+def _qwen2_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
+    layer = _qwen3_moe_layer(config, index)
+    if index in config.dense_layers:
+        return layer
+    assert isinstance(layer.feed_forward, architecture.MoESpec)
+    prefix, gguf = f"model.layers.{index}.mlp.shared_expert", f"blk.{index}.ffn"
+    hidden, inner = config.hidden_size, int(config.numbers["shared_expert_intermediate_size"])
+    shared = architecture.SwiGLUSpec(
+        architecture.Part(f"{prefix}.gate_proj", f"{gguf}_gate_shexp", (inner, hidden)),
+        architecture.Part(f"{prefix}.up_proj", f"{gguf}_up_shexp", (inner, hidden)),
+        architecture.Part(f"{prefix}.down_proj", f"{gguf}_down_shexp", (hidden, inner)),
+    )
+    gate = architecture.Part(f"{prefix}_gate", f"{gguf}_gate_inp_shexp", (1, hidden))
+    return replace(layer, feed_forward=replace(layer.feed_forward, shared=shared, shared_gate=gate))
+
+
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    name="Qwen2MoeForCausalLM",
+    gguf="qwen2moe",
+    model_type="qwen2_moe",
+    defaults={"norm_topk_prob": False, "num_key_value_heads": 16},
+    allowed_values={**architecture.LLAMA_VALUES, "use_sliding_window": (False, None)},
+    attention_bias="qkv_bias",
+    qk_norm=False,
+    window_keys=frozenset({"layer_types", "use_sliding_window", "sliding_window"}),
+    nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+    numbers={
+        **QWEN3_MOE.numbers,
+        "norm_topk_prob": replace(FLAG, gguf="expert_weights_norm", default=False),
+        "shared_expert_intermediate_size": replace(
+            FIELDS["intermediate_size"], gguf="expert_shared_feed_forward_length"
+        ),
+    },
+    layer=_qwen2_moe_layer,
+)
+
+
 # Mixtral: Mistral with experts in every layer. Its GGUF files call themselves llama.
 def _mixtral_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     experts = architecture.mixture_of_experts(
@@ -117,7 +155,7 @@ def _mixtral_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
         inner=config.intermediate_size,
         normalized=True,
     )
-    return replace(architecture.llama_layer(config, index, gguf_heads=True), feed_forward=experts)
+    return replace(interleaved_in_gguf(config, index), feed_forward=experts)
 
 
 MIXTRAL = architecture.Architecture(
@@ -164,7 +202,7 @@ LLAMA = architecture.Architecture(
     model_type="llama",
     gguf="llama",
     nullable=frozenset({"head_dim", "num_key_value_heads"}),
-    layer=partial(architecture.llama_layer, gguf_heads=True),
+    layer=interleaved_in_gguf,
 )
 
 
@@ -178,9 +216,10 @@ MISTRAL = architecture.Architecture(
 )
 
 
-_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
+_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE)
 FAMILIES: dict[str, architecture.Architecture] = {family.name: family for family in _FAMILIES}
-FAMILIES["Gemma3ForConditionalGeneration"] = GEMMA3  # only the text part is served
+# Of models that see, too, only the text part is served; its own model_type comes first.
+FAMILIES |= {"Gemma3ForConditionalGeneration": GEMMA3, "Mistral3ForConditionalGeneration": MISTRAL}
 
 
 def spec_of(config: ModelConfig) -> architecture.DecoderSpec:

@@ -79,8 +79,13 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
     const Heads& heads = layer.heads;
     const int dim = heads.dim, group = heads.query / heads.kv;
     Cache cache{layer.kv_cache, &heads};
+    if (layer.norm_together) for_rows(engine.pool, step.num_tokens, [&](int token) {
+        float *query = qkv + token * stride, *key = query + heads.query * dim;
+        normalize(query, layer.q_norm, model.epsilon, heads.query * dim, query);
+        normalize(key, layer.k_norm, model.epsilon, heads.kv * dim, key);
+    });
     auto rounded = [&](float* head, const float* norm, int64_t position) {
-        if (norm) normalize(head, norm, model.epsilon, dim, head);
+        if (norm && !layer.norm_together) normalize(head, norm, model.epsilon, dim, head);
         rotate(head, layer.cosines + position * (dim / 2), layer.sines + position * (dim / 2), dim / 2);
     };
     // By head, so that the tokens of a tile are written in order.
@@ -94,6 +99,8 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
                     float* row = qkv + token * stride;
                     for (int q = head * group; q < (head + 1) * group; q++) {
                         rounded(row + q * dim, layer.q_norm, position);
+                        if (layer.query_scales)
+                            for (int d = 0; d < dim; d++) row[q * dim + d] *= layer.query_scales[position];
                         uint16_t* to = queries + ((int64_t)token * heads.query + q) * dim;
                         for (int d = 0; d < dim; d += 16) store(to + d, to_bf16(load<f32x16>(row + q * dim + d)));
                     }
@@ -268,14 +275,14 @@ int64_t lay_out(Shared& shared, const hr_model& model, int ranks, int tokens, in
     };
     take(shared.stream, (int64_t)tokens * model.hidden * 4);
     take(shared.attended, (int64_t)tokens * model.layers[0].out.cols * 4);
-    int inner = 0, top_k = 0;
+    int inner = 0, made = 0;
     for (int i = 0; i < model.num_layers; i++) {
         const hr_layer& layer = model.layers[i];
         inner = std::max(inner, layer.down.cols);
-        if (layer.experts) top_k = std::max(top_k, layer.experts->top_k);
+        if (layer.experts) made = std::max(made, layer.experts->of_token());
     }
     take(shared.inner, Activations::bytes(inner, tokens));
-    take(shared.made, (int64_t)tokens * top_k * model.hidden * 4);
+    take(shared.made, (int64_t)tokens * made * model.hidden * 4);
     take(shared.logits, (int64_t)rows * width * 4);
     take(shared.largest, (int64_t)ranks * rows * (int64_t)sizeof(Largest));
     return end;

@@ -23,6 +23,10 @@ struct Experts {
     int32_t normalized;
     float alpha, limit;        // of the clamped gate; limit 0: it is silu
     int64_t* tokens;           // [count], how many each has had so far
+    const float* shared_gate;  // [hidden], whose sigmoid is the share of an expert that all tokens have; or null: none has
+    const Expert* shared;      // that one, or null: another rank has it
+
+    int of_token() const { return top_k + (shared_gate != nullptr); }
 };
 
 // Adds to rows of `stream` what the experts make of them, normed before: to the rows `index`, or to the first `count`

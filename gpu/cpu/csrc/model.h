@@ -17,7 +17,7 @@ extern "C" {
 
 struct hr_layer {
     Matrix qkv, out, gate_up, down;
-    const float* attention_norm;
+    const float* attention_norm;  // or null, as is the next
     const float* mlp_norm;
     const float* qkv_bias;  // or null
     const float* q_norm;    // or null
@@ -28,7 +28,9 @@ struct hr_layer {
     const Experts* experts;            // or null: gate_up and down
     const float* cosines;              // [positions, dim / 2]
     const float* sines;
+    const float* query_scales;         // [positions], what queries are multiplied by; or null: 1
     uint16_t* kv_cache;
+    int32_t norm_together;  // q_norm is of all query heads at once, k_norm of all keys
     int32_t group;  // whose block table says where in the cache
     Heads heads;
 };

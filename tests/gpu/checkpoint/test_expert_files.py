@@ -156,7 +156,10 @@ def test_yarn_gives_the_frequencies_of_transformers(truncate):
         (QWEN3_MOE | {"quantization_config": {"quant_method": "mxfp4"}}, "quantized checkpoint .*mxfp4"),
         (GPT_OSS | {"attention_bias": False}, "attention_bias=False"),
         (GPT_OSS | {"swiglu_limit": 0}, "swiglu_limit in config.json must be a number from 0.001"),
-        (GPT_OSS | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "yarn without mscale"),
+        (
+            GPT_OSS | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "RoPE scaling 'dynamic' is not supported",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_run_says_why(values, message):

@@ -205,10 +205,6 @@ def test_rope_scaling_is_read_as_transformers_reads_it(model_type: str, case: st
         ({"rope_parameters": {"full_attention": {}}}, ["full_attention of rope_parameters", "LlamaForCausalLM"]),
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, ["dtype='bfloat16'", "torch_dtype='float32'"]),
         ({"num_experts": 8, "num_local_experts": 4}, ["num_experts=8", "num_local_experts=4"]),
-        (
-            {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
-            ["tie_word_embeddings=True", "text_config.tie_word_embeddings=False"],
-        ),
         ({"model_type": "mistral"}, ["architectures=LlamaForCausalLM", "model_type='mistral'"]),
         ({"layer_types": ["sliding_attention"] * 3}, ["layer_types", "full_attention in all layers"]),
     ],

@@ -295,7 +295,11 @@ def test_bytes_are_no_weights(directory):
         ({"hidden_size": "big"}, "hidden_size in config.json must be an integer .*, got 'big'"),
         ({"hidden_size": 0}, "hidden_size in config.json must be an integer .*, got 0"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported; supported are llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported; supported are llama3"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "long_factor in config.json must be a list of numbers, got None",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoint .*awq.*GGUF"),

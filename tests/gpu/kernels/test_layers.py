@@ -1,10 +1,12 @@
 """Norm, activation, gather, rotary embedding and the write to the cache, each against its formula in float64."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from gpu.checkpoint.architecture import Rope
 from gpu.kernels import add_rms_norm, gather_rows, gelu_and_mul, rope_and_cache, silu_and_mul
 from gpu.models.layers import Place, RotaryEmbedding
 from tests.selection import slow_except
@@ -81,7 +83,8 @@ def test_queries_are_rotated_in_place_and_keys_and_values_stored(seed):
     block_size, dtype = rng.choice([1, 8, 16]), rng.choice(DTYPES)
     eps, with_norm = 1e-6, seed % 2 == 0
     num_tokens, max_positions = 5, 40
-    rotary = RotaryEmbedding(head_dim, max_positions, 10000.0, None, Place(dtype, "cpu"))
+    rotary = RotaryEmbedding(head_dim, max_positions, Rope(10000.0), Place(dtype, "cpu"))
+    scales = 1.0 + torch.rand(max_positions) if seed % 3 == 0 else None
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     qk_norm = torch.randn(2, head_dim).to(dtype) if with_norm else None
     positions = torch.tensor(rng.sample(range(max_positions), num_tokens))
@@ -100,7 +103,11 @@ def test_queries_are_rotated_in_place_and_keys_and_values_stored(seed):
         for x in (query, key)
     )
 
-    rotated = rope_and_cache(qkv, positions, rotary.table, cache, slots, num_heads=num_heads, qk_norm=qk_norm, eps=eps)
+    if scales is not None:
+        query = query * scales[positions].double()[:, None, None]
+
+    more: dict[str, Any] = {"qk_norm": qk_norm, "eps": eps, "query_scales": scales}
+    rotated = rope_and_cache(qkv, positions, rotary.table, cache, slots, num_heads=num_heads, **more)
     assert rotated.data_ptr() == qkv.data_ptr()
     assert_near(rotated, query)
     stored = torch.zeros(cache.shape, dtype=torch.float64)

@@ -1,5 +1,6 @@
 """A whole model on the kernels, beside the same model on plain torch: what is wired is what was tested."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
+from tests.gpu.dense_models import DENSE
+from tests.gpu.oracles import model_config
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.selection import slow_except
 
@@ -57,7 +60,7 @@ def logits_of(model: CausalLM, kernels_expected: bool) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     results = []
     for spans in STEPS:
-        tokens = torch.randint(0, 120, (sum(span.query_len for span in spans),), generator=generator)
+        tokens = torch.randint(0, 97, (sum(span.query_len for span in spans),), generator=generator)
         assert on_triton(tokens) == kernels_expected
         hidden = model(tokens, positions_of(spans), make_group_metadata(spans, BLOCK_SIZE, num_groups), caches)
         results.append(model.compute_logits(hidden))
@@ -88,6 +91,8 @@ CONFIGS = {
     ),
     "sinks": config_of("SinksForCausalLM", sliding_window=7, layer_types=WINDOWS, attention_bias=True),
 }
+SOME = ("ministral3", "phi4-mini-long", "granite", "smollm3-window", "olmo3", "glm4", "qwen2-moe")
+CONFIGS |= {name: replace(model_config(DENSE[name]), num_hidden_layers=2, layer_types=WINDOWS) for name in SOME}
 
 
 @pytest.mark.parametrize("name", slow_except(CONFIGS, "llama", "gemma2", "sinks"))

@@ -22,6 +22,7 @@ from tests.gpu.oracles import (
     model_config,
     prompt,
     weights_of,
+    with_one_answer,
 )
 
 
@@ -31,6 +32,7 @@ def pair(request, sinks_family):
     torch.manual_seed(1)
     config = ORACLES[request.param]
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    oracle = with_one_answer(oracle, 128)
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -163,8 +165,8 @@ def test_an_unknown_architecture_names_itself_and_what_is_supported():
 
 
 def test_an_unknown_rope_scaling_names_itself_and_what_is_supported():
-    with pytest.raises(ModelError, match=r"'longrope'.*linear, llama3, yarn"):
-        inverse_frequencies(8, 10000.0, RopeScaling(rope_type="longrope", factor=4.0))
+    with pytest.raises(ModelError, match=r"'dynamic'.*linear, llama3, yarn, longrope"):
+        inverse_frequencies(8, 10000.0, RopeScaling(rope_type="dynamic", factor=4.0))
 
 
 def test_llama3_frequencies_are_those_of_transformers():

@@ -22,9 +22,12 @@ from gpu.checkpoint.tensors import Weight, checked, shapes_of
 from gpu.sharding import BLOCK, TILE, Layout, check_cuts, cut, sharded, stages
 from gpu.weights.reading import dummy_weights, floats, read_weights
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
+from tests.gpu.dense_models import DENSE, MULTIPLIERS
+from tests.gpu.oracles import model_config
 from tests.support.embedded_model import embedded_gguf
 
-FAMILY_NAMES = sorted({family.name for family in FAMILIES.values() if "num_experts" not in family.numbers})
+TOGETHER = {"Olmo2ForCausalLM", "Olmo3ForCausalLM"}  # with norms over all heads, which are not cut
+FAMILY_NAMES = sorted({family.name for family in FAMILIES.values() if "num_experts" not in family.numbers} - TOGETHER)
 
 
 @st.composite
@@ -43,7 +46,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        numbers={"rope_local_base_freq": 10000.0},
+        numbers={"rope_local_base_freq": 10000.0, **MULTIPLIERS},
     )
 
 
@@ -138,6 +141,23 @@ def test_query_heads_are_with_their_keys(config: ModelConfig, tp: int) -> None:
         assert {head // group for head in range(first, last)} == set(range(kv_first, kv_last))
         counts.append((attention.heads.kv, attention.heads.query))
     assert max(kv for kv, _ in counts) - min(kv for kv, _ in counts) <= 1  # as even as groups allow
+
+
+@pytest.mark.parametrize("name", sorted(TOGETHER))
+def test_norms_over_all_heads_are_cut_by_stages_alone(name: str) -> None:
+    config = replace(TINY, architecture=name, numbers={"rope_local_base_freq": 10000.0})
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: .*over all heads.*pipeline_parallel_size"):
+        check_cuts(spec_of(config), layouts(2, 1)[0], gathers=True)
+    check_cuts(spec_of(config), layouts(1, 2)[0], gathers=True)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_one_rank_has_a_shared_expert_or_each_has_a_part(gathers: bool) -> None:
+    spec = spec_of(model_config(DENSE["qwen2-moe-normalized"]))
+    found = [sharded(spec, layout, gathers=gathers).layers[0].feed_forward for layout in layouts(2, 1)]
+    mixtures = [network for network in found if isinstance(network, MoESpec) and network.shared_gate is not None]
+    rows = [mixture.shared.gate.shape[0] if mixture.shared else 0 for mixture in mixtures]
+    assert rows == ([0, 96] if gathers else [64, 32])
 
 
 def test_heads_of_smollm_on_two_ranks() -> None:

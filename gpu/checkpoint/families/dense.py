@@ -1,0 +1,248 @@
+"""Dense relatives of Llama. What each does otherwise is in its layer.
+
+Granite multiplies what it adds to the residual stream by a number m. Its record has a stream that is 1 / m times as
+large: the embedding is divided by m, and the epsilons of norms by m squared, so that no layer multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from gpu.checkpoint import architecture
+from gpu.checkpoint.architecture import LLAMA_VALUES, PARTIAL_VALUES, Architecture, LayerSpec, Part, RMSNormSpec
+from gpu.checkpoint.config import HeaderField, ModelConfig
+
+# Converters of Llama and its relatives interleave the halves of each head for ggml's rotation.
+interleaved_in_gguf = partial(architecture.llama_layer, gguf_interleaved=True)
+
+
+# Ministral 3: Llama with YaRN, and queries that grow with their positions. GGUF files have Mistral 3 under this name.
+MINISTRAL3 = Architecture(
+    name="Ministral3ForCausalLM",
+    model_type="ministral3",
+    gguf="mistral3",
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    nullable=frozenset({"sliding_window"}),
+    window_keys=frozenset({"sliding_window"}),
+    query_scaling=True,
+    layer=interleaved_in_gguf,
+)
+
+
+# Phi 3, 3.5, 4 and Phi-4-mini: Llama with fused matrices, and longrope for long contexts.
+def _phi3_layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer, prefix, gguf = architecture.llama_layer(config, index), f"model.layers.{index}", f"blk.{index}"
+    query, key, value = architecture.fused(f"{prefix}.self_attn.qkv_proj", f"{gguf}.attn_qkv", *layer.attention.qkv)
+    return replace(
+        layer,
+        attention=replace(layer.attention, qkv=(query, key, value)),
+        feed_forward=architecture.fused_network(layer.feed_forward, f"{prefix}.mlp.gate_up_proj", f"{gguf}.ffn_up"),
+    )
+
+
+PHI3 = Architecture(
+    name="Phi3ForCausalLM",
+    model_type="phi3",
+    gguf="phi3",
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    allowed_values=PARTIAL_VALUES,
+    nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+    window_keys=frozenset({"sliding_window"}),
+    partial_rotary=True,
+    rope_types={"su": "longrope", "yarn": "longrope"},
+    layer=_phi3_layer,
+)
+
+
+# Granite 3, and Granite 4 where all layers are attention without experts.
+_MULTIPLIER = HeaderField(float, 1e-6, 1e6, "", default=1.0)
+_MULTIPLIERS = {
+    "embedding_multiplier": replace(_MULTIPLIER, gguf="embedding_scale"),
+    "residual_multiplier": replace(_MULTIPLIER, gguf="residual_scale"),
+    "attention_multiplier": replace(_MULTIPLIER, gguf="attention.scale"),
+    "logits_scaling": replace(_MULTIPLIER, gguf="logit_scale"),
+}
+
+
+def _granite_norm(norm: RMSNormSpec | None, config: ModelConfig) -> RMSNormSpec:
+    assert norm is not None
+    return replace(norm, eps=norm.eps / config.numbers["residual_multiplier"] ** 2)
+
+
+def _granite_layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer = interleaved_in_gguf(config, index)
+    heads = replace(layer.attention.heads, scale=float(config.numbers["attention_multiplier"]))
+    return replace(
+        layer,
+        attention_norm=_granite_norm(layer.attention_norm, config),
+        attention=replace(layer.attention, heads=heads),
+        feed_forward_norm=_granite_norm(layer.feed_forward_norm, config),
+    )
+
+
+def _granite_4_layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer, prefix = _granite_layer(config, index), f"model.layers.{index}.shared_mlp"
+    network = architecture.fused_network(layer.feed_forward, f"{prefix}.input_linear", None)
+    return replace(layer, feed_forward=replace(network, down=replace(network.down, name=f"{prefix}.output_linear")))
+
+
+def _granite(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture.DecoderSpec:
+    numbers = config.numbers
+    return replace(
+        spec,
+        norm=_granite_norm(spec.norm, config),
+        embedding_scale=numbers["embedding_multiplier"] / numbers["residual_multiplier"],
+        logits_scale=1.0 / numbers["logits_scaling"],
+    )
+
+
+GRANITE = Architecture(
+    name="GraniteForCausalLM",
+    model_type="granite",
+    gguf="granite",
+    defaults={"max_position_embeddings": 2048},
+    nullable=frozenset({"num_key_value_heads"}),
+    numbers=_MULTIPLIERS,
+    layer=_granite_layer,
+    finish=_granite,
+)
+GRANITE_4 = replace(
+    GRANITE,
+    name="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    gguf=None,
+    defaults={**GRANITE.defaults, "intermediate_size": 1024, "layer_types": ["linear_attention"]},
+    allowed_values={
+        **LLAMA_VALUES,
+        "num_experts": (0,),
+        "position_embedding_type": ("rope", "nope", None),
+    },
+    aliases={"intermediate_size": "shared_intermediate_size"},
+    window_keys=frozenset({"layer_types"}),
+    layer=_granite_4_layer,
+)
+
+
+# SmolLM3: Llama, where some layers have no positions.
+SMOLLM3 = Architecture(
+    name="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    gguf="smollm3",
+    defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+    window_keys=frozenset({"sliding_window", "use_sliding_window", "layer_types"}),
+    no_rope_interval=4,
+    layer=interleaved_in_gguf,
+)
+
+
+# OLMo 2 and 3: norms behind attention and network instead of before, and over all heads of queries and keys at once.
+def _olmo_layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer = architecture.llama_layer(config, index)
+    attention, hidden = layer.attention, config.hidden_size
+
+    def norm(name: str, gguf: str, size: int) -> RMSNormSpec:
+        return RMSNormSpec(Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (size,)), config.rms_norm_eps)
+
+    query, key, _ = attention.qkv
+    norms = (
+        norm("self_attn.q_norm", "attn_q_norm", query.shape[0]),
+        norm("self_attn.k_norm", "attn_k_norm", key.shape[0]),
+    )
+    is_local = attention.heads.window is not None
+    return replace(
+        layer,
+        attention_norm=None,
+        attention=replace(
+            attention,
+            qk_norm=norms,
+            norm_together=True,
+            rope=architecture.Rope(config.numbers["rope_local_base_freq"]) if is_local else attention.rope,
+        ),
+        attention_post_norm=norm("post_attention_layernorm", "post_attention_norm", hidden),
+        feed_forward_norm=None,
+        feed_forward_post_norm=norm("post_feedforward_layernorm", "post_ffw_norm", hidden),
+    )
+
+
+OLMO2 = Architecture(
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    gguf="olmo2",
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    nullable=frozenset({"num_key_value_heads"}),
+    qk_norm=True,
+    layer=_olmo_layer,
+)
+OLMO3 = replace(  # with windows, in layers with a rotation of their own; its GGUF files call themselves olmo2
+    OLMO2,
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    gguf=None,
+    defaults={**OLMO2.defaults, "rope_theta": 5e5, "sliding_window": 4096},
+    nullable=frozenset({"num_key_value_heads", "sliding_window"}),
+    numbers={"rope_local_base_freq": HeaderField(float, 1.0, 1e12, "", "rope.freq_base", default=5e5)},
+    full_layers=4,
+    window_keys=frozenset({"sliding_window", "layer_types"}),
+)
+
+
+# GLM-4 of 0414, and the GLM-4 before it, without norms behind attention and network. Half of each head rotates.
+def _glm_layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer, prefix = architecture.llama_layer(config, index, interleaved=True), f"model.layers.{index}.mlp.gate_up_proj"
+    return replace(layer, feed_forward=architecture.fused_network(layer.feed_forward, prefix, f"blk.{index}.ffn_up"))
+
+
+def _glm4_layer(config: ModelConfig, index: int) -> LayerSpec:
+    def norm(name: str, gguf: str) -> RMSNormSpec:
+        part = Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,))
+        return RMSNormSpec(part, config.rms_norm_eps)
+
+    return replace(
+        _glm_layer(config, index),
+        attention_post_norm=norm("post_self_attn_layernorm", "post_attention_norm"),
+        feed_forward_post_norm=norm("post_mlp_layernorm", "post_ffw_norm"),
+    )
+
+
+GLM4 = Architecture(
+    name="Glm4ForCausalLM",
+    model_type="glm4",
+    gguf="glm4",
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-7,
+        "max_position_embeddings": 131072,
+        "partial_rotary_factor": 0.5,
+    },
+    allowed_values=PARTIAL_VALUES,
+    attention_bias="attention_bias",
+    nullable=frozenset(),
+    partial_rotary=True,
+    layer=_glm4_layer,
+)
+GLM = replace(
+    GLM4,
+    name="GlmForCausalLM",
+    model_type="glm",
+    gguf=None,
+    nullable=frozenset({"head_dim", "num_key_value_heads"}),
+    layer=_glm_layer,
+)
+
+DENSE = (MINISTRAL3, PHI3, GRANITE, GRANITE_4, SMOLLM3, OLMO2, OLMO3, GLM4, GLM)

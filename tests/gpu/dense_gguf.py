@@ -1,0 +1,121 @@
+"""Writes GGUF files of the dense families from checkpoints of transformers, as llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.gpu.checkpoint_files import permute
+
+ARCHITECTURES = {
+    "ministral3": "mistral3",
+    "phi3": "phi3",
+    "granite": "granite",
+    "granitemoehybrid": "granite",  # without Mamba and experts
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "glm4": "glm4",
+    "qwen2_moe": "qwen2moe",
+}
+PERMUTED = {"mistral3", "granite", "smollm3"}
+RENAMED = {"shared_mlp.output_linear": "mlp.down_proj"}
+
+
+def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False) -> Path:
+    """Write the file; `squeezed` as older converters did, without dimensions of 1."""
+    config = oracle.config
+    name = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(str(path), name)
+    _describe(writer, config)
+    architecture = getattr(gguf.MODEL_ARCH, name.upper())
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    experts: dict[str, list[np.ndarray]] = {}
+    for given, tensor in revert_weight_conversion(oracle, oracle.state_dict()).items():
+        in_hf, values, part = given, tensor.float().numpy(), given.split(".")[-2]
+        if given == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name in PERMUTED and part in heads:
+            values = permute(values, heads[part])
+        if "shared_mlp.input_linear" in given:
+            for each, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
+                writer.add_tensor(_name(names, given.replace("shared_mlp.input_linear", f"mlp.{each}")), rows)
+            continue
+        for old, new in RENAMED.items():
+            in_hf = in_hf.replace(old, new)
+        if ".experts." in in_hf:
+            stem, kind = in_hf.split(".experts.")
+            experts.setdefault(f"{stem}.experts.{kind.split('.', 1)[1]}", []).append(values)
+        else:
+            writer.add_tensor(_name(names, in_hf), values.squeeze() if squeezed else values)
+    for in_hf, matrices in experts.items():
+        writer.add_tensor(_name(names, in_hf), np.stack(matrices))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _name(names: gguf.TensorNameMap, in_hf: str) -> str:
+    found = names.get_name(in_hf, try_suffixes=(".weight", ".bias"))
+    assert found is not None, in_hf
+    return found
+
+
+def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
+    values = config.to_dict()
+    rope = config.rope_parameters
+    full = rope.get("full_attention", rope)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    inner = values.get("shared_intermediate_size", config.intermediate_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(inner)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(1)
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        if "mscale_all_dim" in full:
+            writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+        if "llama_4_scaling_beta" in full:
+            writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+    if full["rope_type"] == "longrope":
+        original = full["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(scale) / np.log(original))))
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(full[f"{length}_factor"], dtype=np.float32))
+    if values.get("sliding_window"):
+        writer.add_sliding_window(values["sliding_window"])
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if config.model_type == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if "attention_multiplier" in values:
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

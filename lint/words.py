@@ -13,6 +13,8 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ WORDS = {
     "tell": r"tell|tells|told|telling",
     "nobody": r"nobody|somebody|anybody|whoever|whose|whom",
     "who": r"who",
-    "beside": r"beside|but for|meanwhile|in the place of",
+    "beside": r"beside|but\s+for|meanwhile|in\s+the\s+place\s+of",
 }
 _PATTERNS = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in WORDS.items()}
 MIN_WORDS = 4  # of a docstring; a shorter one says no more than the name
@@ -69,6 +71,11 @@ def _docstrings(source: str) -> Iterator[tuple[int, str]]:
             text = ast.get_docstring(node)
             if text is not None:
                 yield node.body[0].lineno, text
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for before, after in pairwise(node.body):  # the docstring of a constant or a field
+                match before, after:
+                    case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
+                        yield after.lineno, cleandoc(text)
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:

@@ -38,7 +38,7 @@ from engine.errors import InvalidRequest
 from protocol.errors import TAG_PREFIX, ApiError, shown, to_api_error
 
 MAX_FIELDS = 1024
-"""Of one object, unknown ones included."""
+"""The largest number of fields of one object, with unknown ones."""
 
 MAX_JSON_WEIGHT = 2**20
 """The limit of one body. A value weighs 1 and holds the interpreter's lock for at most 0.07 microseconds."""
@@ -201,7 +201,7 @@ class _FailFast(FailFast):
 
 
 fail_fast = _FailFast()
-"""Annotates a list whose first wrong entry is the only one that is reported."""
+"""The annotation of a list of which only the first wrong entry is reported."""
 
 
 _MODELS: list[type[BaseModel]] = []  # in the order in which they are defined, parts before what is made of them

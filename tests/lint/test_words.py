@@ -25,6 +25,9 @@ def kinds(tmp_path: Path, source: str) -> list[str]:
         ("# The engine tells its client\n", "tell"),
         ("x = 1  # nobody waits for it\n", "nobody"),
         ('"""Return the block that a request, meanwhile preempted, owned."""\n', "beside"),
+        ('"""Return all blocks but\nfor the first one."""\n', "beside"),
+        ('SIZE = 8\n"""Whether blocks are that large."""\n', "opener"),
+        ('class Block:\n    size: int\n    """The bytes that it tells."""\n', "tell"),
     ],
 )
 def test_each_kind_is_found(tmp_path: Path, source: str, kind: str) -> None:

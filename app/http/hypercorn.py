@@ -414,6 +414,8 @@ class ServerConnection:
 # S7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task per request that
 #     waits for the disconnect message would cost a tenth of a short request, and leave garbage to the collector.
 # S8. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
+# S9. A request with both Content-Length and Transfer-Encoding is refused, and its connection closed. A proxy in front
+#     that believes the other header would take the rest of the body for the next client's request.
 
 
 CALL_ON_DISCONNECT = "headrace.call_on_disconnect"
@@ -547,8 +549,11 @@ class _Http1(H11Protocol):
         await self._send_h11_event(h11.EndOfMessage())
 
 
+_BOTH_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
+
+
 class _Http1Connection(h11.Connection):
-    """h11's connection with S2 and S5. A lost connection yields no more events, even if data has arrived. Data
+    """h11's connection with S2, S5 and S9. A lost connection yields no more events, even if data has arrived. Data
     after the last request, such as a line break, is ignored. Hypercorn takes the method "head" for HEAD and sends no
     body; h11 gets it in upper case, because it would miss a body after any other method."""
 
@@ -564,6 +569,8 @@ class _Http1Connection(h11.Connection):
         if isinstance(event, h11.Request):
             if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
                 raise h11.RemoteProtocolError("the preface of HTTP/2", error_status_hint=505)
+            if {name for name, _ in event.headers} >= _BOTH_LENGTHS:
+                raise h11.RemoteProtocolError("a body with two lengths")
             self._request_method = event.method.upper()
         return event
 

@@ -90,6 +90,15 @@ def test_cve_2026_55646_a_body_is_measured_while_it_arrives(server: Server) -> N
     assert resident(server) - before < BODY_LIMIT + FLAT
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_body_with_two_lengths_ends_its_connection(server: Server, order: int) -> None:
+    """A proxy that believes the other header than the server would mix up two clients' requests (RFC 9112, 6.1)."""
+    lengths = [b"content-length: 3\r\n", b"transfer-encoding: chunked\r\n"][::order]
+    head = b"POST /livez HTTP/1.1\r\nhost: localhost\r\n" + b"".join(lengths)
+    answer = raw_exchange(server, head + b"\r\n0\r\n\r\n" + b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 400") == 1
+
+
 def test_cve_2026_54233_a_compressed_body_is_not_inflated(server: Server) -> None:
     bomb = gzip.compress(b" " * 256 * MIB, compresslevel=1)
     before = resident(server)

@@ -1,4 +1,4 @@
-"""`Sampler`: a step's logits in, one token and its log-probabilities per row out.
+"""`sample`: a step's logits in, one token and its log-probabilities per row out.
 
 A row's token depends on nothing but that row's logits, parameters, seed and position: every operation works on rows
 independently, and the randomness is counter-based. The order of operations is vLLM's, because clients tune their

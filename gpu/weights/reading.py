@@ -129,8 +129,8 @@ STANDARD_DEVIATION = 0.02  # of the supported architectures' initialization
 def dummy_weights(
     config: ModelConfig, names: Container[str] | None = None, seed: int = 0
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield every tensor of the model in `config.torch_dtype`, as a `gpu.weights.Weight`: norm weights are 1, all else
-    is N(0, 0.02). With `names`, only these.
+    """Yield every tensor of the model in `config.torch_dtype`, as a `Weight` of `gpu.checkpoint.tensors`: norm weights
+    are 1, all else is N(0, 0.02). With `names`, only these.
 
     Each tensor has its own generator, seeded by `seed` and its name, so that its values depend neither on the order in
     which tensors are drawn nor on the ranks that draw them.

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-WORD = [1000 + number for number in range(64)]  # ids of whole words
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {
     "type": "object",

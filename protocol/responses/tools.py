@@ -86,7 +86,7 @@ Tools = Annotated[
 
 
 class NamedTool(ClientModel):
-    """The tool that has to be called, or one of those that may be. A namespace stands for all in it."""
+    """One of the tools that may be called. A namespace stands for all in it."""
 
     type: Literal["function", "custom", "namespace", "local_shell", "shell", "apply_patch"]
     name: str = ""
@@ -102,6 +102,12 @@ class NamedTool(ClientModel):
         return [name]
 
 
+class ChosenTool(NamedTool):
+    """The tool that has to be called."""
+
+    type: Literal["function", "custom", "local_shell", "shell", "apply_patch"]
+
+
 class AllowedNames(ClientModel):
     """Some of the tools; the model is not shown the others."""
 
@@ -113,7 +119,7 @@ class AllowedNames(ClientModel):
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedNames,
+    Literal["none", "auto", "required"] | ChosenTool | AllowedNames,
     OneOf("none, auto, required or an object with a type"),
 ]
 
@@ -129,11 +135,11 @@ def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
     return offered + [tool.for_chat() for tool in unsupported_tools(tools)]
 
 
-def chat_choice(choice: str | NamedTool | AllowedNames, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
+def chat_choice(choice: str | ChosenTool | AllowedNames, tools: Sequence[AnyTool]) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     forms = call_forms(tools)
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ChosenTool):
         return _named(choice.names(forms)[0])
     allowed: list[dict[str, Any]] = []
     for tool in choice.tools:

@@ -37,6 +37,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "file_search"}], "tool_choice": "required"}, "tool_choice", "left out is file_search"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
+    ({"tool_choice": {"type": "namespace", "name": "none"}}, "tool_choice.type", "namespace"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
     (text_format({"type": "string", "pattern": "("}, strict=True), "text.format", "text.format"),
     (text_format({"type": "strin"}), "text.format", "text.format"),

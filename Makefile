@@ -110,10 +110,16 @@ clean:
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Headrace needs Python 3.11 or newer; $(PYTHON) is not. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
+	@$(PYTHON) -m venv --without-pip $(VENV) || \
 	  { rm -rf $(VENV); echo "$(PYTHON) has no venv module. On Debian: apt install python3-venv" >&2; exit 1; }
 
-$(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/*) | $(BIN)/python
+# A step of its own: an interrupted one is repeated, although python is there.
+$(VENV)/.pip: | $(BIN)/python
+	@$(BIN)/python -m ensurepip --upgrade --default-pip >/dev/null || \
+	  { rm -rf $(VENV); echo "$(PYTHON) has no ensurepip. On Debian: apt install python3-venv" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/*) | $(VENV)/.pip
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[torch]'

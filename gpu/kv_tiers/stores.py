@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import re
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -119,8 +120,9 @@ class DiskStore:
                 if not self._make_room(self._signer.chunk_bytes):
                     return False
                 self._write(name, payload)
-            except (FileNotFoundError, BlockingIOError):
-                # The directory was emptied, or another engine took the draft for one of a dead writer.
+            except (FileNotFoundError, BlockingIOError, IsADirectoryError):
+                # The directory was emptied, or another engine took the draft for one of a dead writer, or a folder has
+                # the chunk's name.
                 self._make()
                 return False
         except OSError as error:
@@ -226,7 +228,7 @@ class DiskStore:
             for _, size, path in sorted(self._scan_all()):
                 if self._total + num_bytes <= self._max_bytes * (1 - SLACK):
                     break
-                with suppress(FileNotFoundError, IsADirectoryError):
+                with suppress(FileNotFoundError):
                     os.unlink(path)
                 self._total -= size
                 folder, file_name = os.path.split(path)
@@ -237,7 +239,7 @@ class DiskStore:
     def _scan_all(self) -> list[tuple[int, int, str]]:
         """Return the time of last use, size and path of each chunk of all namespaces. Removes drafts of dead writers.
 
-        A time in the future counts as 0: the clock was set back since.
+        A time in the future counts as 0: the clock was set back since. So does that of a file larger than the limit.
         """
         found: list[tuple[int, int, str]] = []
         names: set[bytes] = set()
@@ -252,8 +254,10 @@ class DiskStore:
                     elif (name := _name_of(file.name)) is not None:
                         with suppress(FileNotFoundError):
                             status = file.stat(follow_symlinks=False)
-                            used = status.st_mtime_ns
-                            found.append((used if used <= now else 0, status.st_size, file.path))
+                            if not stat.S_ISREG(status.st_mode):
+                                continue
+                            is_wrong = status.st_mtime_ns > now or status.st_size > self._max_bytes
+                            found.append((0 if is_wrong else status.st_mtime_ns, status.st_size, file.path))
                             if folder.name == self._directory.name:
                                 names.add(name)
         self._entries |= names

@@ -211,6 +211,38 @@ def test_a_folder_in_place_of_a_chunk_keeps_nobody_from_making_room(tmp_path: Pa
     assert all(store.store(name(number), payload(number)) for number in range(2, 12))
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_a_chunk_that_is_no_file_is_missing_and_takes_no_room(kind: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for number in range(2):
+        store.store(name(number), payload(number))
+    path = file_of(tmp_path, 0)
+    path.unlink()
+    make = {
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(file_of(tmp_path, 1)),
+        "pipe": lambda: os.mkfifo(path),
+    }
+    make[kind]()
+    store = open_store(tmp_path)
+    assert not store.find(name(0))
+    assert store.num_bytes == SIZE + HEADER_BYTES
+    assert store.store(name(0), payload(0)) == (kind != "folder")
+    assert is_right(store, 0) == (kind != "folder")
+    assert store.store(name(2), payload(2)), "a folder in the place of one chunk keeps others from being stored"
+
+
+def test_a_file_larger_than_the_limit_goes_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path, max_chunks=4)
+    for number in range(3):
+        store.store(name(number), payload(number))
+    with file_of(tmp_path, 0).with_name(f"{name(99).hex()}.kv").open("wb") as huge:
+        huge.truncate(2**40)
+    store = open_store(tmp_path, max_chunks=4)
+    assert all(is_right(store, number) for number in range(3))
+    assert not store.find(name(99))
+
+
 class Stalls(TorchDispatchMode):
     """Notes copies to a device from memory of the host that is not pinned: on a card they wait for all steps in flight.
     What leaves a meta device is not copied, since it holds nothing."""

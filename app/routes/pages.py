@@ -13,7 +13,8 @@ from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple
 
 import orjson
 from anyio import to_thread
@@ -111,6 +112,7 @@ def _files() -> dict[str, bytes]:
 
 
 _PAGE = PageFiles(_files, SAME_ORIGIN)
+_DESCRIBING = Lock()  # the first requests, at once, would each make the document: seconds for the whole process
 
 
 async def openapi(server: Server, request: RequestScope) -> None:
@@ -120,7 +122,7 @@ async def openapi(server: Server, request: RequestScope) -> None:
         sampling |= server.model.default_sampling
     sampling.pop("max_tokens", None)  # some APIs have their own default
     given = (server.settings.enable_tokenizer_info_endpoint, server.tenants.administered, *sampling.items())
-    await request.send_json(200, await to_thread.run_sync(_description, *given))
+    await request.send_json(200, await to_thread.run_sync(_described, *given))
 
 
 async def docs(server: Server, request: RequestScope) -> None:
@@ -131,6 +133,11 @@ async def docs(server: Server, request: RequestScope) -> None:
 async def docs_file(server: Server, request: RequestScope) -> None:
     """GET /docs/files/{name}: its scripts and styles."""
     await _PAGE.send(request, request.path_params["name"])
+
+
+def _described(*given: Any) -> bytes:
+    with _DESCRIBING:
+        return _description(*given)
 
 
 @cache

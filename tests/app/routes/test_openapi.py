@@ -7,7 +7,9 @@ and a shape that are described. The model is random and its context short, so th
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 import app
 from app.application import create_app
 from app.config.settings import Settings
+from app.routes import pages
 from protocol.body import ClientModel
 from protocol.openapi import document
 from protocol.operations import Operation
@@ -214,6 +217,22 @@ def test_every_route_is_described_and_nothing_else(with_settings: Settings, oper
         for method in route.methods - {"HEAD"}
     }
     assert routes == {(operation.method, operation.path) for operation in operations}
+
+
+def test_requests_at_once_make_the_description_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+
+    def make(*given: Any) -> dict[str, Any]:
+        made.append(b"")
+        time.sleep(0.05)  # other threads run
+        return {}
+
+    monkeypatch.setattr(pages, "document", make)
+    pages._description.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: pages._described(False, False), range(8)))
+    pages._description.cache_clear()
+    assert len(made) == 1
 
 
 def test_the_page_sends_the_administrators_key_to_every_route_of_theirs() -> None:

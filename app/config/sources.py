@@ -196,6 +196,9 @@ _OF_VLLM = {
     **dict.fromkeys(
         ("scheduling_policy", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""
     ),
+    # of version 0.1:
+    **dict.fromkeys(("trace_names", "trace_sample_ratio", "response_store_age", "routes_without_v1"), ""),
+    "response_store_size": "response_store_bytes",
 }
 
 

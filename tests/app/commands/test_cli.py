@@ -118,6 +118,9 @@ def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
     assert "Did you mean HEADRACE_DRAIN_TIMEOUT?" in unknown_setting("HEADRACE_SHUTDOWN_TIMEOUT", known)
     flags = [flag_name(name) for name in Settings.model_fields]
     assert "Did you mean --cache-dir?" in unknown_flag("--download-dir", flags, "headrace serve")
+    for removed in ("TRACE_NAMES", "TRACE_SAMPLE_RATIO", "RESPONSE_STORE_AGE", "ROUTES_WITHOUT_V1"):
+        message = unknown_setting(f"HEADRACE_{removed}", known)
+        assert "Did you mean" not in message, f"a setting of version 0.1, for which {message} is no substitute"
     assert "Did you mean" not in unknown_flag("--enable-ssl-refresh", flags, "headrace serve"), (
         "nothing like it is here"
     )

@@ -21,6 +21,7 @@ class EngineConfig:
     max_sampled_tokens: int = 1  # per request and step; above 1 if the executor verifies draft tokens
     target_inter_token_latency: float = 0.08  # seconds; the prefill in steps that also decode is limited to keep it
     enable_prefix_caching: bool = True
+    state_checkpoint_interval: int = 1024  # tokens (`engine.scheduler.checkpoints`)
     facts: ModelFacts = field(default_factory=ModelFacts)
     # Steps in flight. At 2 the device finds the next step waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
@@ -32,6 +33,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.pipeline_depth <= max(2, self.num_stages):
             raise ValueError(f"pipeline_depth must be 1 to {max(2, self.num_stages)}, got {self.pipeline_depth}.")
+        if self.facts.state_bytes and (self.pipeline_depth > 1 or self.num_stages > 1 or self.max_sampled_tokens > 1):
+            raise ValueError("A model with states runs with one step in flight, one stage and one token a decode.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -35,6 +35,14 @@ class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_bytes: int = 0  # held
 
 
+class CheckpointStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The copies of requests' states that are kept (`engine.scheduler.checkpoints`)."""
+
+    count: int = 0
+    num_bytes: int = 0
+    hits: int = 0  # since the start: requests that began from one
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """The stats after one step: levels, and from `num_preemptions` on what this step added."""
 
@@ -52,6 +60,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     # tokens of the most loaded expert divided by the mean.
     expert_load: list[tuple[int, float]] | None = None
     computed_tokens: int = 0  # of the step, including requests that ended or were preempted while it ran
+    checkpoints: CheckpointStats | None = None  # None of a model without states
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
@@ -526,9 +535,11 @@ class ModelFacts(msgspec.Struct, kw_only=True, frozen=True):
     prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
     compute_form: str = ""  # device and form of the weights, in words: with another one, logits differ
     is_batch_invariant: bool = False  # a token's bits depend only on its request
+    state_bytes: int = 0  # of a request's state in all layers that have one instead of keys and values; 0: none has
+    num_checkpoints: int = 0  # copies of states that there is memory for
 
 
-FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows")  # which a simulation needs
+FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows", "state_bytes", "num_checkpoints")  # which a simulation needs
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

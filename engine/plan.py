@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 from engine.messages import Pooling, SamplingParams, TokenLogprobs
 
+NO_CHECKPOINT = -1  # the state before the first token
+
 
 class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """A request that the runner does not know: new, or resumed after a preemption."""
@@ -36,6 +38,7 @@ class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     sampling: SamplingParams  # `seed` is always set here
     stop_token_ids: list[int]  # EOS (unless ignored) and the request's own: masked until min_tokens
     pooling: Pooling | None = None
+    checkpoint: int = NO_CHECKPOINT  # the state after `num_computed_tokens` tokens, of a model that has states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_scheduled_tokens: list[int]  # computed, at most
     num_sampled_tokens: list[int]  # may be sampled, at most: 0 while a prefill goes on
     total_num_scheduled_tokens: int
+    # Copies of requests' states (`engine.scheduler.checkpoints`): after how many tokens, and to which checkpoint.
+    checkpoints: dict[str, list[tuple[int, int]]] = {}
     masks: MasksHandle | None = None  # of the requests that have a grammar, even if they do not sample in this step
 
     @classmethod

@@ -47,7 +47,7 @@ class TorchAttention:
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the zeroed cache of one layer."""
-        return _zeros((num_blocks, self.block_size, 2, self.heads.kv, self.heads.dim), dtype, device)
+        return zeros((num_blocks, self.block_size, 2, self.heads.kv, self.heads.dim), dtype, device)
 
     def forward(
         self,
@@ -281,7 +281,7 @@ def _slots(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) 
     return blocks * block_size + positions % block_size
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Like torch.zeros, but host memory is only taken when it is first written.
 
     torch.zeros writes all of it: seconds for gigabytes of cache, most of which a quiet server never uses.

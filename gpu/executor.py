@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineDead
+from engine.errors import ConfigError, EngineDead
 from engine.executor import StepHandle
 from engine.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
@@ -22,6 +22,9 @@ from gpu.worker import Worker, sample_text
 
 if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
+
+
+NO_TIERS = "blocks of this model are of no use without states, which are not kept outside the KV cache"
 
 
 def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> UniProcExecutor:
@@ -79,6 +82,9 @@ class UniProcExecutor:
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
         """Open the tier that the options ask for, if any."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
+            if self.facts.state_bytes:
+                setting = "kv_cache_ram" if options.kv_cache_dir is None else "kv_cache_dir"
+                raise ConfigError(setting, getattr(options, setting), allowed=NO_TIERS, hint=f"leave out {setting}")
             caches, num_groups = self._worker.kv_caches, len(self.facts.kv_windows)
             scaling = files.config.rope_scaling
             is_long = scaling is not None and scaling.is_long(self.max_model_len)

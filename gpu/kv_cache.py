@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.errors import ConfigError
 from engine.plan import most_blocks
 from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import shapes_of
 
@@ -30,12 +30,21 @@ class KVCacheSize:
     max_model_len: int
     num_tokens: int  # of contexts as long as that
     layers: str = ""  # of a block, in words, if it has not all of them
+    state_bytes: int = 0  # of a request's state, if the model has states
+    num_states: int = 0  # of running requests
+    num_checkpoints: int = 0  # further states
 
     def __str__(self) -> str:
+        states = ""
+        if self.state_bytes:
+            states = (
+                f"; states of {size_text(self.state_bytes)} each: {self.num_states:,} of running requests, and "
+                f"{self.num_checkpoints:,} checkpoints"
+            )
         return (
             f"KV cache: {size_text(self.num_blocks * self.bytes_per_block)}, {self.num_blocks:,} blocks of "
             f"{self.block_size} tokens{self.layers}: room for {self.num_tokens:,} tokens, "
-            f"{self.num_tokens / self.max_model_len:.1f} x the {self.max_model_len:,}-token context"
+            f"{self.num_tokens / self.max_model_len:.1f} x the {self.max_model_len:,}-token context{states}"
         )
 
 
@@ -88,30 +97,42 @@ def kv_cache_size(
     max_num_batched_tokens: int = 512,
     budget: int,
     kv_cache_memory: int | None,
+    checkpoint_share: float = 0.2,
     spec: DecoderSpec | None = None,
 ) -> KVCacheSize:
     """Choose the size in blocks.
 
     If `kv_cache_memory` is given, the cache takes all of it; else it takes `budget`, or less if `max_num_seqs` requests
     of the longest context need less (all in bytes). `tokens_held` are the tokens that a block takes memory for, if they
-    are more than `block_size`. A rank's `spec` has its heads and layers. A `max_model_len` of None is the model's own,
-    lowered to the tokens that the cache holds. Raises ConfigError if not even one block fits, or no request of the
-    given `max_model_len`.
+    are more than `block_size`. In a model with states, those of running requests and of checkpoints, which get
+    `checkpoint_share` of the memory, leave the rest to blocks. A rank's `spec` has its heads and layers. A
+    `max_model_len` of None is the model's own, lowered to the tokens that the cache holds. Raises ConfigError if not
+    even one block fits, or no request of the given `max_model_len`.
     """
     longest = check_max_model_len(config, max_model_len)
     spec = spec or spec_of(config)
-    layout, heads = kv_layout(config, spec), spec.layers[0].attention.heads
+    layout = kv_layout(config, spec)
+    heads = next(layer.attention.heads for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
     bytes_per_block = layout.num_slots * 2 * heads.kv * heads.dim * element_size * (tokens_held or block_size)
 
     def blocks(num_tokens: int) -> int:  # of one request, with two steps in flight
         return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)
 
-    if kv_cache_memory is not None:
-        num_blocks = kv_cache_memory // bytes_per_block
-    else:
-        num_blocks = min(max(0, budget) // bytes_per_block, max_num_seqs * blocks(longest))
     memory = max(0, budget) if kv_cache_memory is None else kv_cache_memory
-    needed = blocks(longest) * bytes_per_block
+    num_checkpoints = int(memory * checkpoint_share) // spec.state_bytes if spec.state_bytes else 0
+    states = (max_num_seqs + num_checkpoints) * spec.state_bytes
+    if states and states + bytes_per_block > memory:
+        raise ConfigError(
+            "max_num_seqs",
+            max_num_seqs,
+            allowed=f"the states of so many requests take {size_text(max_num_seqs * spec.state_bytes)}, and their "
+            f"checkpoints {checkpoint_share:.0%}, of {size_text(memory)} for the KV cache",
+            hint=f"kv_cache_memory={2 * (states + blocks(longest) * bytes_per_block)} works, or a smaller max_num_seqs",
+        )
+    num_blocks = (memory - states) // bytes_per_block
+    if kv_cache_memory is None:
+        num_blocks = min(num_blocks, max_num_seqs * blocks(longest))
+    needed = blocks(longest) * bytes_per_block + states
 
     held = bisect.bisect_right(range(1, longest + 1), num_blocks, key=blocks)  # tokens of one request
     if held == 0:
@@ -135,6 +156,9 @@ def kv_cache_size(
         max_model_len=held,
         num_tokens=num_blocks * -(-held // block_size) // blocks(held) * block_size,
         layers="" if len(layout.windows) == 1 else f" in {layout.num_slots} of {config.num_hidden_layers} layers each",
+        state_bytes=spec.state_bytes,
+        num_states=max_num_seqs,
+        num_checkpoints=min(num_checkpoints, num_blocks),  # each is at the end of a block
     )
 
 
@@ -149,9 +173,13 @@ def size_text(num_bytes: int) -> str:
 # The KV group of each layer, and the layer's slot in the group's blocks. `engine.plan` explains groups. Torch-free.
 
 
+STATE_GROUP = -1  # the last of a step's groups
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """Layer l uses the memory of slot `slots[l]`, at the places in the block table of group `groups[l]`."""
+    """Layer l uses the memory of slot `slots[l]`, at the places in the block table of group `groups[l]`. Layers with
+    states have `STATE_GROUP`, and slots of their own behind the slots of blocks."""
 
     windows: tuple[int | None, ...]  # of each group
     groups: tuple[int, ...]  # of each layer
@@ -164,7 +192,7 @@ class KVLayout:
     @property
     def num_slots(self) -> int:
         """The layers that a block has room for."""
-        return max(self.slots) + 1
+        return 1 + max(slot for slot, group in zip(self.slots, self.groups, strict=True) if group != STATE_GROUP)
 
 
 def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
@@ -173,17 +201,20 @@ def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
 
     The groups are the same for all ranks of a model. With a rank's `spec`, layers and slots are those of the rank.
     """
-    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+    with_keys = [layer for layer in range(config.num_hidden_layers) if config.has_keys(layer)]
+    windows = [config.window(layer) for layer in with_keys]
     kinds = sorted(set(windows), key=lambda window: window or 0)  # full ones first
     num_slots = min(map(windows.count, kinds))
     places: dict[int, tuple[int, int]] = {}
     of_groups: list[int | None] = []
     for kind in kinds:
-        layers = [layer for layer, window in enumerate(windows) if window == kind]
+        layers = [layer for layer, window in zip(with_keys, windows, strict=True) if window == kind]
         for first in range(0, len(layers), num_slots):
             places |= {layer: (len(of_groups), slot) for slot, layer in enumerate(layers[first : first + num_slots])}
             of_groups.append(kind)
-    groups, slots = zip(*(places[layer] for layer in range(len(windows))), strict=True)
+    with_states = (layer for layer in range(config.num_hidden_layers) if not config.has_keys(layer))
+    places |= {layer: (STATE_GROUP, num_slots + index) for index, layer in enumerate(with_states)}
+    groups, slots = zip(*(places[layer] for layer in range(config.num_hidden_layers)), strict=True)
     if spec is not None:
         own = slice(spec.first_layer, spec.first_layer + len(spec.layers))
         kept = sorted(set(slots[own]))

@@ -106,6 +106,13 @@ def load_model(
     library = library_for(config, options, device)
     check_weights_fit(spec, free_memory(device), 4 if library is not None else _torch_bits(config, options, device))
     check_quantization(options, library, device)
+    if spec.state_bytes and device != "cpu":
+        raise ConfigError(
+            "device",
+            device,
+            allowed="models with states (gated delta nets) run on the CPU only",
+            hint="device=cpu works",
+        )
     if library is not None:
         return CPUCausalLM(
             library,

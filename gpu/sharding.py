@@ -40,6 +40,10 @@ def sharded(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) ->
     every matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
     if layout.world_size == 1:
         return spec
+    if spec.state_bytes:
+        setting = "tensor_parallel_size" if layout.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        allowed = "a model with states (gated delta nets) runs on one rank"
+        raise ConfigError(setting, getattr(layout, setting), allowed=allowed, hint=f"{setting}=1 works")
     cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
     first, last = stages(spec, layout.pipeline_parallel_size)[layout.pp_rank]
     has_embedding = layout.is_first_stage or (layout.is_last_stage and spec.head is None)
@@ -65,7 +69,7 @@ def check_cuts(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool)
             hint="enable_expert_parallel=false works",
         )
     stages(spec, layout.pipeline_parallel_size)
-    sharded(spec, replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
+    sharded(spec, layout if spec.state_bytes else replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
 
 
 def cut(weights: Iterable[tuple[str, Weight]], spec: architecture.DecoderSpec) -> Iterator[tuple[str, Weight]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from engine.errors import ConfigError
@@ -80,9 +81,11 @@ class Worker:
             max_num_batched_tokens=options.max_num_batched_tokens,
             budget=self._kv_cache_budget(model, options, progress),
             kv_cache_memory=options.kv_cache_memory,
+            checkpoint_share=options.state_checkpoint_share,
             spec=spec,
         )
         self.kv_cache_size = agree(size)
+        self.facts = structs.replace(self.facts, state_bytes=size.state_bytes, num_checkpoints=size.num_checkpoints)
         model.set_max_model_len(self.kv_cache_size.max_model_len)
         self.kv_caches: Sequence[Any] = ()
         self.runner = self._make_runner(model, options)
@@ -133,9 +136,15 @@ class Worker:
 
     def _make_runner(self, model: ServedModel, options: WorkerOptions) -> Runner:
         size, num_groups = self.kv_cache_size, len(self.facts.kv_windows)
-        sizes = BatchSizes(options.max_num_seqs, size.max_model_len, options.block_size, num_groups)
+        has_states = size.state_bytes > 0
+        sizes = BatchSizes(options.max_num_seqs, size.max_model_len, options.block_size, num_groups, has_states)
         if options.runner == "host" or (options.runner == "auto" and (not self._on_cuda or self._links != NO_LINKS)):
             model.allocate_kv_cache(size.num_blocks)
+            if has_states:
+                from gpu.models.torch_model import TorchModel
+
+                assert isinstance(model, TorchModel)
+                model.allocate_states(size.num_states + size.num_checkpoints)
             self.kv_caches = model.kv_caches
             return ModelRunner(model, sizes, self._links, model.shards)
         from gpu.device.runner import make_device_runner

@@ -9,6 +9,7 @@ from typing import Any
 
 from app.config.settings import Settings
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.messages import FACTS_OF_PLANS
 
 # The settings that /server_info shows: no secrets, no paths, no addresses.
@@ -17,6 +18,7 @@ SHOWN_SETTINGS = (
     *("max_data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor"),
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
     *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "pipeline_depth"),
+    *("state_checkpoint_interval", "state_checkpoint_share"),
     *("max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout", "default_ttft_timeout"),
     *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs", "worker_class"),
 )
@@ -24,14 +26,19 @@ SHOWN_SETTINGS = (
 
 def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
     """Return the configuration of an engine's core. `more` are fields that come from neither settings nor engine."""
+    depth = settings.pipeline_depth or engine.pipeline_depth
+    if engine.facts.state_bytes and depth > 1:
+        allowed = "a model with states (gated delta nets) has one step in flight"
+        raise ConfigError("pipeline_depth", depth, allowed=allowed, hint="pipeline_depth=1 works")
     return EngineConfig(
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         target_inter_token_latency=settings.target_inter_token_latency,
         enable_prefix_caching=settings.enable_prefix_caching,
+        state_checkpoint_interval=settings.state_checkpoint_interval,
         facts=engine.facts,
-        pipeline_depth=max(settings.pipeline_depth or engine.pipeline_depth, settings.pipeline_parallel_size),
+        pipeline_depth=max(depth, settings.pipeline_parallel_size),
         num_stages=settings.pipeline_parallel_size,
         **more,
     )

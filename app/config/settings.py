@@ -293,6 +293,10 @@ class Settings(BaseSettings):
         le=1,
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
+    state_checkpoint_interval: int = Field(
+        1024, description="Tokens between two copies of a state, in models with linear attention.", ge=1, le=2**24
+    )
+    state_checkpoint_share: float = Field(0.2, description="Share of the KV memory for these copies.", ge=0, le=0.9)
     num_threads: int | None = Field(
         None,
         description="Threads for computing on a CPU, per engine; on CUDA, up to 8 of them compile kernels at the "

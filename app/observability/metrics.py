@@ -200,6 +200,13 @@ class Metrics(Observer):
         self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
         for tier in TIERS:
             self._on_tier(TierStats(tier=tier))
+        text = "Copies of requests' states that the prefix cache keeps, of models with linear attention."
+        self._checkpoints = Gauge("headrace:state_checkpoints", text, registry=self._registry)
+        text = "Bytes of these copies."
+        self._checkpoint_bytes = Gauge("headrace:state_checkpoint_bytes", text, registry=self._registry)
+        text = "Starting and resumed requests that began from such a copy."
+        self._checkpoint_hits = Counter("headrace:state_checkpoint_hits", text, registry=self._registry)
+        self._num_checkpoint_hits = 0
         text = "Tokens routed to experts, counted once for each expert, by layer with experts."
         self._expert_tokens = Counter("headrace:expert_tokens", text, ("layer",), registry=self._registry)
         text = "Recent tokens of a layer's most loaded expert divided by the mean of all."
@@ -234,6 +241,12 @@ class Metrics(Observer):
         self.on_expert_load(stats.expert_load or ())
         for tier in stats.tiers or ():
             self._on_tier(tier)
+        if stats.checkpoints is not None:
+            self._checkpoints.set(stats.checkpoints.count)
+            self._checkpoint_bytes.set(stats.checkpoints.num_bytes)
+            # An engine that was started again counts from zero.
+            self._checkpoint_hits.inc(max(0, stats.checkpoints.hits - self._num_checkpoint_hits))
+            self._num_checkpoint_hits = stats.checkpoints.hits
         if stats.computed_tokens:
             self._step_tokens.observe(stats.computed_tokens)
 

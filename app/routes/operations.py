@@ -48,6 +48,9 @@ async def server_info(server: Server, request: RequestScope) -> None:
         "requests_in_flight": server.num_open_requests,
         "queued_seconds": server.admission.queued_seconds,
     }
+    stats = model.llm.last_stats
+    if stats is not None and stats.checkpoints is not None:
+        info["state_checkpoints"] = msgspec.structs.asdict(stats.checkpoints)
     if server.admission.wait.costs is not None:
         info["step_cost"] = msgspec.to_builtins(server.admission.wait.costs)
     await request.send_json(200, orjson.dumps(info))

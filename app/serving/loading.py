@@ -297,6 +297,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         block_size=settings.block_size,
         kv_cache_memory=settings.kv_cache_memory,
         kv_cache_share=kv_cache_share,
+        state_checkpoint_share=settings.state_checkpoint_share,
         kv_cache_dir=settings.kv_cache_dir,
         kv_cache_dir_size=settings.kv_cache_dir_size,
         kv_cache_ram=settings.kv_cache_ram,

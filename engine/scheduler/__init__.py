@@ -6,6 +6,7 @@ In reading order:
 
 request           The live state of one request: tokens, progress, status and block table.
 block_pool        KV blocks: reference counts, the free list, and the index by hash.
+checkpoints       Copies of the states of models that have them.
 tiers             Prefixes outside the KV cache: their loading and storing.
 kv_cache_manager  Allocation and sharing of blocks, and the events of the prefix cache.
 waiting_queue     Requests that wait for a running slot, and fair shares of tenants.

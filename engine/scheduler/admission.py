@@ -79,6 +79,9 @@ class Admission:
                 continue
             if kv.tiers is not None and only is None and kv.tiers.begin(request, prefix):
                 continue
+            if kv.checkpoints is not None:
+                prefix = kv.up_to_checkpoint(request, prefix)
+                num_found = len(prefix) // kv.num_groups
             num_missing = request.num_tokens - num_found * kv.block_size
             if most_missing is not None and num_missing > most_missing:
                 skipped.append(request)

@@ -8,7 +8,8 @@
    computes the answer again, and a request's bits do not depend on earlier requests.
 3. A prefix is hit if every group of layers (`engine.plan`) has the blocks that the next token sees: all blocks of full
    groups, and the latest blocks of groups with a window. Blocks that have left the window are released at once, and can
-   be found until they are allocated again.
+   be found until they are allocated again. In a model with states, the prefix must also end with a checkpoint
+   (`engine.scheduler.checkpoints`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.kv_events import KVEvents, PrefixHashes, chunk_size, in_windows
 from engine.messages import EngineCoreOutputs, ModelFacts
 from engine.plan import NO_BLOCK, most_blocks, owned
 from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.checkpoints import Checkpoints
 from engine.scheduler.request import Request
 from engine.scheduler.tiers import Tiers
 from engine.snapshot import BlocksSnapshot
@@ -43,6 +45,7 @@ class KVCacheManager:
         max_step_tokens: int,
         facts: ModelFacts = ModelFacts(),  # noqa: B008 - frozen
         enable_prefix_caching: bool = True,
+        checkpoint_interval: int = 1024,
         key: bytes | None = None,
     ) -> None:
         """Make the pool. Hashes are keyed with `key`; without one, with a secret of this process."""
@@ -61,6 +64,9 @@ class KVCacheManager:
             for kind in dict.fromkeys(window is not None for window in windows)
         ]
         self.pool = BlockPool(num_blocks)
+        self.checkpoints: Checkpoints | None = None
+        if facts.state_bytes and enable_prefix_caching:
+            self.checkpoints = Checkpoints(facts.num_checkpoints, block_size, checkpoint_interval, self.block_hash)
         self.enable_prefix_caching = enable_prefix_caching
         self.facts = facts
         self.events: KVEventLog | None = None  # None unless a router has asked for events
@@ -143,6 +149,14 @@ class KVCacheManager:
         """Return, for each group, how many of the last of a prefix's `num_places` places the next token sees."""
         return [num_places if window is None else self._places(window - 1) for window in self._windows]
 
+    def up_to_checkpoint(self, request: Request, prefix: list[int]) -> list[int]:
+        """Return the part of a cached prefix from which the request can begin: in a model with states, up to the last
+        checkpoint."""
+        if self.checkpoints is None:
+            return prefix
+        num_places = self.checkpoints.covered(request, len(prefix) // self.num_groups)
+        return prefix[: num_places * self.num_groups]
+
     def can_admit(self, request: Request, prefix: list[int]) -> bool:
         """Return True if there are free blocks for all known tokens of the request, so its prefill will not run out of
         them.
@@ -157,6 +171,8 @@ class KVCacheManager:
         request.block_ids = list(prefix)
         request.num_committed_blocks = len(prefix) // self.num_groups
         request.num_computed_tokens = request.room = request.num_committed_blocks * self.block_size
+        if self.checkpoints is not None:
+            request.checkpoint = self.checkpoints.begin(request, request.num_committed_blocks)
 
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
         """Make room for the request's first `num_tokens` tokens. Returns the blocks added, None if too few are free."""
@@ -224,6 +240,8 @@ class KVCacheManager:
                 content = self.block_hash(request, index)
                 found = [self.pool.find(content + mark) for mark in self.marks]
                 self.pool.withdraw(block_id for block_id in found if block_id is not None)
+        if self.checkpoints is not None:
+            self.checkpoints.withdraw(request, request.num_committed_blocks)
         if self.tiers is not None:
             self.tiers.withdraw(request)
 
@@ -232,6 +250,8 @@ class KVCacheManager:
         if self.events is not None:
             self.events.clear()
         self.pool.withdraw(range(self.pool.num_blocks))
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
 
     def free(self, request: Request) -> None:
         """Release everything the request owns. Published blocks can be found until they are overwritten."""

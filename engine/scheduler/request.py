@@ -21,7 +21,7 @@ from engine.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from engine.plan import NO_BLOCK, NewRequestData
+from engine.plan import NO_BLOCK, NO_CHECKPOINT, NewRequestData
 from engine.snapshot import RequestSnapshot, WaitsFor
 from engine.structured.matchers import TokenMatcher
 
@@ -88,6 +88,10 @@ class Request:
     events: list[RequestEvent] = field(default_factory=list)  # not yet reported
     asked_tiers: bool = False  # the tiers have been searched for the blocks beyond its cached prefix
     load: Load | None = None  # the load it waits for
+    # Of a model with states (`engine.scheduler.checkpoints`):
+    checkpoint: int = NO_CHECKPOINT  # that its prefix ends with
+    branch: int = 0  # where it left the blocks that others had computed, in tokens
+    latest_checkpoint: bytes | None = None  # of its answer, if the next one replaces it
     _ends: frozenset[int] = field(init=False)
 
     def __post_init__(self, max_model_len: int) -> None:
@@ -212,6 +216,7 @@ class Request:
             sampling=self.sampling,
             stop_token_ids=sorted(self._ends),
             pooling=self.message.pooling,
+            checkpoint=self.checkpoint,
         )
 
     def snapshot(self, waits_for: WaitsFor | None = None) -> RequestSnapshot:

@@ -101,6 +101,8 @@ class RequestTable:
         loading = [] if self.kv.tiers is None else self.kv.tiers.tables()
         tables = [owned(request.block_ids) for request in self.requests.values()]
         self.kv.pool.check_integrity([*loading, *tables])
+        if self.kv.checkpoints is not None:
+            self.kv.checkpoints.check_integrity()
         if set(self.running) & {request.request_id for request in self.waiting}:
             raise AssertionError("a request is both running and waiting")
         if len(self.running) + len(self.waiting) != len(self.requests):

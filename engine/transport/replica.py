@@ -114,8 +114,19 @@ def merged(
         num_running=sum(each.num_running for _, each in alive),
         num_waiting=sum(each.num_waiting for _, each in alive) + num_held,
         kv_cache_usage=sum(blocks * each.kv_cache_usage for blocks, each in alive) / num_blocks,
+        checkpoints=_sum_of([each.checkpoints for _, each in alive if each.checkpoints is not None]),
     )
     return messages.EngineCoreOutputs(outputs=outputs, stats=levels, timestamp=timestamp)
+
+
+def _sum_of(checkpoints: Sequence[messages.CheckpointStats]) -> messages.CheckpointStats | None:
+    if not checkpoints:
+        return None
+    return messages.CheckpointStats(
+        count=sum(each.count for each in checkpoints),
+        num_bytes=sum(each.num_bytes for each in checkpoints),
+        hits=sum(each.hits for each in checkpoints),
+    )
 
 
 def timed_out(request_id: str) -> messages.EngineCoreOutput:

@@ -27,6 +27,8 @@ class Stack:
     start: int = 0  # the part has every `step`-th output from this one on
     step: int = 1
     in_gguf: bool = False  # a GGUF file has the matrix, too
+    stop: int | None = None  # the output that the part ends before; None: it ends with the last one
+    outputs_first: bool = False  # the tensor is [experts, outputs, in_features]
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Rope:
     theta: float
     scaling: RopeScaling | None = None
     dim: int | None = None  # dimensions of a head that rotate, the first of either half; None: all
+    size: int | None = None  # the first dimensions of a head, which rotate alone; None: all rotate
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,46 @@ class AttentionSpec:
     rope: Rope
     sinks: Part | None = None
     norm_together: bool = False
+
+
+@dataclass(frozen=True)
+class GatedAttentionSpec(AttentionSpec):
+    """Attention with an output that is multiplied by a sigmoid. The first projection has both for each query head: the
+    query, then the gate (Qiu et al., arXiv:2505.06708)."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """A gated delta net (Yang et al., arXiv:2412.06464): linear attention with a state instead of keys and values.
+
+    Each value head has a state S [key dim, value dim], which starts as zero. For a token with query q, key k and value
+    v: S = exp(g) S; S += k (beta (v - S^T k))^T; the output is S^T q. Queries, keys and values have passed a causal
+    convolution over the last `conv.shape[2]` tokens and silu. Consecutive value heads share a key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    projections: tuple[Part, ...]  # of queries, keys, values, output gates z, and of b and a: see `by_key_head`
+    conv: Part  # [channels of queries, keys and values, 1, tokens]
+    dt_bias: Part  # float32 [value heads], as is `a_log`
+    a_log: Part
+    norm: RMSNormSpec  # of each value head, before the output gate
+    out: Part
+    # True: two projections, of (q, k, v, z) and of (b, a), have the rows of one key head after the other. False: four,
+    # of (q, k, v), z, b and a.
+    by_key_head: bool
+
+    @property
+    def conv_dim(self) -> int:
+        """The channels of queries, keys and values."""
+        return self.conv.shape[0]
+
+    @property
+    def state_size(self) -> int:
+        """The float32 numbers of a request's state: the heads' S, and the latest inputs of the convolution."""
+        return self.value_heads * self.key_dim * self.value_dim + self.conv_dim * (self.conv.shape[2] - 1)
 
 
 @dataclass(frozen=True)
@@ -170,7 +213,7 @@ class LayerSpec:
     one."""
 
     attention_norm: RMSNormSpec | None
-    attention: AttentionSpec
+    attention: Any  # an AttentionSpec, except in layers with states: a GatedDeltaSpec
     feed_forward_norm: RMSNormSpec | None
     feed_forward: SwiGLUSpec | GeGLUSpec | MoESpec
     attention_post_norm: RMSNormSpec | None = None
@@ -190,6 +233,16 @@ class DecoderSpec:
     logits_scale: float = 1.0  # logits are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     first_layer: int = 0  # the index of `layers[0]` in the model
+
+    @property
+    def delta_layers(self) -> tuple[GatedDeltaSpec, ...]:
+        """The layers that have a state instead of keys and values."""
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, GatedDeltaSpec))
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a request's states in all layers; 0 without such layers."""
+        return sum(4 * layer.state_size for layer in self.delta_layers)
 
 
 def records_of(spec: object) -> Iterator[Any]:
@@ -305,6 +358,7 @@ class Architecture:
     rope_types: Mapping[str, str] = field(default_factory=dict)  # other names of scalings in config.json
     query_scaling: bool = False  # queries grow with their positions: `RopeScaling.query_beta`
     no_rope_interval: int = 0  # every n-th layer has no positions if the file does not name them; 0: all have
+    linear_layers: bool = False  # all layers but every `full_attention_interval`-th have a state (`GatedDeltaSpec`)
     full_layers: int = 0  # every n-th layer has no window if the file does not name them; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()
@@ -353,7 +407,7 @@ def mixture_of_experts(
             shapes[place],
             bias=bias,
             expert=expert,
-            stack=stack and Stack(f"{prefix}.{stack.name}", stack.start, stack.step),
+            stack=stack and replace(stack, name=f"{prefix}.{stack.name}"),
         )
 
     def network(expert: int) -> SwiGLUSpec:
@@ -366,3 +420,15 @@ def mixture_of_experts(
         top_k=int(config.numbers["num_experts_per_tok"]),
         normalized=normalized,
     )
+
+
+def with_shared_expert(experts: MoESpec, config: ModelConfig, index: int) -> MoESpec:
+    """Return the mixture of layer `index` with an expert that all tokens have, times the sigmoid of a gate."""
+    prefix, gguf = f"model.layers.{index}.mlp.shared_expert", f"blk.{index}.ffn"
+    hidden, inner = config.hidden_size, int(config.numbers["shared_expert_intermediate_size"])
+    shared = SwiGLUSpec(
+        Part(f"{prefix}.gate_proj", f"{gguf}_gate_shexp", (inner, hidden)),
+        Part(f"{prefix}.up_proj", f"{gguf}_up_shexp", (inner, hidden)),
+        Part(f"{prefix}.down_proj", f"{gguf}_down_shexp", (hidden, inner)),
+    )
+    return replace(experts, shared=shared, shared_gate=Part(f"{prefix}_gate", f"{gguf}_gate_inp_shexp", (1, hidden)))

@@ -71,7 +71,7 @@ class ModelConfig:
     attention_bias: bool = False  # biases on q, k and v (Qwen2)
     qk_norm: bool = False  # RMSNorm on each query and key head (Qwen3)
     sliding_window: int | None = None  # of the layers that slide (`window`); None: none does
-    layer_types: tuple[str, ...] = ()  # "full_attention" or "sliding_attention" for each layer; (): all alike
+    layer_types: tuple[str, ...] = ()  # full_, sliding_ or linear_attention for each layer; (): all alike
     dense_layers: tuple[int, ...] = ()  # of a family with experts: those that have a feed-forward network instead
     torch_dtype: str = "float32"  # what the checkpoint was saved in: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...] = field(default=())
@@ -87,6 +87,10 @@ class ModelConfig:
         """Return the number of tokens that a query of this layer sees, itself included; None: all before it."""
         is_full = bool(self.layer_types) and self.layer_types[layer] == "full_attention"
         return None if is_full else self.sliding_window
+
+    def has_keys(self, layer: int) -> bool:
+        """Return True if this layer keeps keys and values; others have a state (`GatedDeltaSpec`)."""
+        return not self.layer_types or self.layer_types[layer] != "linear_attention"
 
     @staticmethod
     def alternating(num_layers: int, every: int) -> tuple[str, ...]:
@@ -136,6 +140,7 @@ FIELDS: dict[str, HeaderField] = {
     "max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "context_length"),
     "sliding_window": HeaderField(int, 1, 2**24, "tokens", "attention.sliding_window"),
     "sliding_window_pattern": HeaderField(int, 1, 2**10, "layers", "attention.sliding_window_pattern"),
+    "full_attention_interval": HeaderField(int, 1, 2**10, "layers"),
     "decoder_sparse_step": HeaderField(int, 1, 2**10, "layers"),
     "max_window_layers": HeaderField(int, 0, 2**20, "layers"),
     "rms_norm_eps": HeaderField(float, 1e-12, 0.1, "", "attention.layer_norm_rms_epsilon"),

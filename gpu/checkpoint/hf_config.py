@@ -317,6 +317,8 @@ def _windows(
     with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, SmolLM3's if they have no
     positions, and other families have it in all layers.
     """
+    if family.linear_layers:
+        return None, _linear_layers(values, fields, num_layers, source)
     keys = family.window_keys
     is_on = "use_sliding_window" not in keys or fields.flag("use_sliding_window", False)
     has_window = is_on and "sliding_window" in keys and fields.value("sliding_window") is not None
@@ -353,6 +355,19 @@ def _windows(
     return window, tuple(kinds) if FULL in kinds else ()
 
 
+def _linear_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> tuple[str, ...]:
+    """Return `layer_types`, or the usual ones: every `full_attention_interval`-th layer has keys and values."""
+    every = fields.integer("full_attention_interval", 4)
+    usual = [LINEAR if (index + 1) % every else FULL for index in range(num_layers)]
+    kinds = usual if values.get("layer_types") is None else values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL} <= {*map(str, kinds)} <= {FULL, LINEAR}:
+        raise ModelError(
+            f"{source}: layer_types in config.json must name {FULL} or {LINEAR} for each of the {num_layers} layers, "
+            f"and {FULL} for at least one, got {shown(kinds)}."
+        )
+    return tuple(kinds)
+
+
 def _dtype(values: Mapping[str, Any], source: str) -> str:
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
@@ -370,7 +385,7 @@ def _dtype(values: Mapping[str, Any], source: str) -> str:
 # agree are read as one; two that contradict each other are refused.
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from gpu.checkpoint.config import ModelError, shown
 
 _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
-_MAX_DIMENSIONS = 4
+_MAX_DIMENSIONS = 5  # of a vision model's patches; no other tensor has more than three
 
 
 @dataclass(frozen=True)

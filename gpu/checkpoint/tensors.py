@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # Tensors of a vision model, which are skipped, and the prefix of its text part, which is served.
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\..+")
+_OF_DRAFTS = re.compile(r"(model\.)?mtp\..+")  # layers that predict several tokens, which are skipped, too
+_SKIPPED = {"the vision model": _OF_IMAGES, "multi-token prediction": _OF_DRAFTS}
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
 _NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
@@ -78,13 +80,13 @@ def checked(
 
 def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConfig, *, source: str) -> None:
     """Raise `ModelError` unless the tensors of a file are those of `config`, before memory is allocated for any."""
-    check, of_images = _Check(config), 0
+    check = _Check(config)
     for name, shape in found:
         check.takes(text_name(name), shape)
-        of_images += bool(_OF_IMAGES.fullmatch(name))
     check.end(source)
-    if of_images:
-        logger.info("%s: %d tensors of the vision model are skipped: only text is served", source, of_images)
+    if check.skipped:
+        kinds = " and ".join(f"{count} tensors of {kind}" for kind, count in check.skipped.items())
+        logger.info("%s: %s are skipped", source, kinds)
 
 
 class _Check:
@@ -95,14 +97,15 @@ class _Check:
         self._config = config
         self._shapes = shapes_of(spec or spec_of(config))
         self._missing = dict(self._shapes)
+        self.skipped: Counter[str] = Counter()
         self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        if (
-            _DERIVED.fullmatch(name)
-            or _OF_IMAGES.fullmatch(name)
-            or (name == "lm_head.weight" and self._config.tie_word_embeddings)
-        ):
+        for kind, pattern in _SKIPPED.items():
+            if pattern.fullmatch(name):
+                self.skipped[kind] += 1
+                return False
+        if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
             return False
         expected = self._missing.pop(name, None)
         if expected == shape:
@@ -187,7 +190,9 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
             for part in stacks[name]:
                 yield part.weight_name, array[part.rows]
         elif name in stacks and array.ndim == 3:
-            yield from _parts(name, stacks[name], array.swapaxes(1, 2), "weight")
+            stack = stacks[name][0].stack
+            assert stack is not None
+            yield from _parts(name, stacks[name], array if stack.outputs_first else array.swapaxes(1, 2), "weight")
         elif name.endswith("_bias") and name.removesuffix("_bias") in stacks and array.ndim == 2:
             yield from _parts(name, stacks[name.removesuffix("_bias")], array, "bias")
         else:
@@ -215,7 +220,7 @@ def _parts(name: str, parts: list[Part], array: NDArray[Any], kind: str) -> Iter
         return
     for part in parts:
         assert part.stack is not None
-        yield f"{part.name}.{kind}", array[part.expert, part.stack.start :: part.stack.step]
+        yield f"{part.name}.{kind}", array[part.expert, part.stack.start : part.stack.stop : part.stack.step]
 
 
 def _rows(

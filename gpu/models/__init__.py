@@ -3,6 +3,7 @@
 In reading order:
 
 layers         Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
+delta_net      Linear attention with a state for each request.
 blocks         Attention, feed-forward network and experts of a transformer's layer.
 decoder        The decoder-only transformer, built from a family's record.
 communicators  Tensor ranks by torch.distributed, and tensors in shared memory.

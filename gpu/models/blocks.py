@@ -9,9 +9,19 @@ import torch
 from torch import nn
 
 from gpu.attention import AttentionBackend, AttentionMetadata, TritonAttention
-from gpu.checkpoint.architecture import AttentionSpec, ClampedSwiGLUSpec, GeGLUSpec, Heads, MoESpec, SwiGLUSpec
+from gpu.checkpoint.architecture import (
+    AttentionSpec,
+    ClampedSwiGLUSpec,
+    GatedAttentionSpec,
+    GatedDeltaSpec,
+    GeGLUSpec,
+    Heads,
+    MoESpec,
+    SwiGLUSpec,
+)
 from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route
 from gpu.models import layers
+from gpu.models.delta_net import GatedDeltaNet
 from gpu.sharding import Communicator, share
 
 ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.graphs`)
@@ -185,7 +195,30 @@ class SelfAttention(nn.Module):
             yield self.spec.sinks.weight_name, self.sinks
 
 
-ATTENTION: dict[type, type[SelfAttention]] = {AttentionSpec: SelfAttention}
+class GatedSelfAttention(SelfAttention):
+    """Attention with an output gate for each query head, and positions in the first dimensions of a head."""
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: layers.Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        assert not isinstance(self.backend, TritonAttention)
+        count, size = self.heads.query, self.heads.dim
+        heads = self.qkv(hidden).unflatten(-1, (-1, size))
+        gated, value = heads[:, : 2 * count], heads[:, 2 * count + self.heads.kv :]
+        qk = torch.cat((gated[:, ::2], heads[:, 2 * count : 2 * count + self.heads.kv]), 1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        layers.rotate_(qk[..., : self.spec.rope.size], *rotation.angles)
+        output = self.backend.forward(qk[:, :count], qk[:, count:], value, kv_cache, metadata)
+        return self.out(output.mul_(gated[:, 1::2].sigmoid()).flatten(1))
+
+
+ATTENTION: dict[type, type[SelfAttention] | type[GatedDeltaNet]] = {
+    AttentionSpec: SelfAttention,
+    GatedAttentionSpec: GatedSelfAttention,
+    GatedDeltaSpec: GatedDeltaNet,
+}
 
 
 # --------------------------------------------------------------------------------------------------------- feed forward

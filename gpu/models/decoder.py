@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from gpu.attention import AttentionBackend, AttentionMetadata
+from gpu.attention import AttentionBackend, zeros
 from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.architecture import DecoderSpec, Heads, LayerSpec
+from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, Heads, LayerSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_cache import kv_layout
-from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
+from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE, SelfAttention
 from gpu.models.layers import Embedding, LMHead, Place, Product, RMSNorm, RotaryEmbedding, Rotation, weight_slots
 from gpu.sharding import Communicator, vocabulary
 
@@ -52,10 +52,17 @@ class CausalLM(nn.Module):
         self.embed_tokens: Embedding | None = None
         if spec.embedding is not None:
             self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, place)
-        ropes = [layer.attention.rope for layer in spec.layers]
-        rotaries = {rope: RotaryEmbedding(config.head_dim, max_model_len, rope, place) for rope in dict.fromkeys(ropes)}
+        ropes = [layer.attention.rope for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
+        rotaries = {
+            rope: RotaryEmbedding(rope.size or config.head_dim, max_model_len, rope, place)
+            for rope in dict.fromkeys(ropes)
+        }
         self._rotaries = [*rotaries.values()]  # in the order of their first use
-        self._rotary_of = [list(rotaries).index(rope) for rope in ropes]  # each layer
+        # Of each layer; a layer with a state has no positions, and ignores the rotation.
+        self._rotary_of = [
+            list(rotaries).index(layer.attention.rope) if isinstance(layer.attention, AttentionSpec) else 0
+            for layer in spec.layers
+        ]
         self.rotary, *others = self._rotaries
         self._others = nn.ModuleList(others)
         layers = [DecoderLayer(layer, attention, place) for layer in spec.layers]
@@ -65,7 +72,8 @@ class CausalLM(nn.Module):
         self.tokens_of_experts = torch.stack(counts) if counts else torch.zeros(0, 0, device=device)
         for mixture, row in zip(self._mixtures, self.tokens_of_experts, strict=True):
             mixture.num_tokens = row
-        self._backends = [layer.attention.backend for layer in layers]
+        attentions = [layer.attention for layer in layers]
+        self._backends = [each.backend for each in attentions if isinstance(each, SelfAttention)]
         self._layout = kv_layout(config, spec)
         self.norm = None if spec.norm is None else RMSNorm(spec.norm, place)
         self._softcap = spec.softcap
@@ -78,7 +86,7 @@ class CausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        metadata: Sequence[AttentionMetadata],
+        metadata: Sequence[Any],
         kv_caches: Sequence[torch.Tensor],
         cancellation_check: Callable[[], None] | None = None,
         residual: torch.Tensor | None = None,
@@ -87,8 +95,8 @@ class CausalLM(nn.Module):
 
         A pipeline stage starts from the `residual` stream [T, hidden] of the stage before, which it overwrites; if it
         is not the last, it returns its own. The keys and values of the T tokens are written to `kv_caches`, one for
-        each slot of `gpu.kv_cache`, at the places in the metadata of the layer's group. `cancellation_check` is called
-        before each layer, and may raise to end the pass.
+        each slot of `gpu.kv_cache`, at the places in the metadata of the layer's group, the last for layers with
+        states (`StateMetadata`). `cancellation_check` is called before each layer, and may raise to end the pass.
         """
         if residual is None:
             assert self.embed_tokens is not None
@@ -100,7 +108,8 @@ class CausalLM(nn.Module):
             if cancellation_check is not None:
                 cancellation_check()
             delta = layer(residual, delta, rotations[rotary], metadata[group], kv_caches[slot])
-        self._count_experts(metadata[0].slot_mapping)
+        if self._mixtures:
+            self._count_experts(metadata[0].slot_mapping)
         if self.norm is None:
             return residual if delta is None else residual.add_(delta)
         return self.norm(residual, delta)
@@ -118,6 +127,12 @@ class CausalLM(nn.Module):
         """Return the zeroed cache of every slot (`gpu.kv_cache`), in the layout of the attention backend."""
         backends = self._backends[: self._layout.num_slots]
         return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
+
+    def allocate_states(self, num_slots: int, device: torch.device) -> torch.Tensor:
+        """Return zeroed states, float32 [slots, layers, numbers]. For `forward` each layer's go behind the caches."""
+        delta_layers = self.spec.delta_layers
+        size = delta_layers[0].state_size if delta_layers else 0
+        return zeros((num_slots, len(delta_layers), size), torch.float32, device)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the longest served context, in tokens."""
@@ -170,7 +185,7 @@ class DecoderLayer(nn.Module):
         residual: torch.Tensor,
         delta: torch.Tensor | None,
         rotation: Rotation,
-        metadata: AttentionMetadata,
+        metadata: Any,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to `residual` [T, hidden] in place. The output of this layer is

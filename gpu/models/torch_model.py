@@ -19,6 +19,7 @@ from gpu.cpu.library import Threads, draw, load_library
 from gpu.host import has_bfloat16_instructions
 from gpu.models.communicators import SharedTensors
 from gpu.models.decoder import CausalLM
+from gpu.models.delta_net import StateMetadata
 from gpu.runner.runner import ModelInputs
 from gpu.sampling import draw as numpy_draw
 from gpu.sampling.draw import Shards, largest
@@ -43,6 +44,7 @@ class TorchModel:
         self.draw = numpy_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
         self.set_max_model_len = model.set_max_model_len
         self.kv_caches: list[torch.Tensor] = []
+        self.states: torch.Tensor | None = None  # [slots, layers, numbers]
 
     @property
     def tokens_of_experts(self) -> list[NDArray[np.int64]]:
@@ -51,6 +53,11 @@ class TorchModel:
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self.kv_caches = self.model.allocate_kv_cache(num_blocks, self.dtype, self.device)
+
+    def allocate_states(self, num_slots: int) -> None:
+        """Allocate states, zeroed, after the caches: of a batch's rows, then of checkpoints."""
+        self.states = self.model.allocate_states(num_slots, self.device)
+        self.kv_caches += self.states.unbind(1)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
@@ -66,9 +73,21 @@ class TorchModel:
             query_lens_list=query_lens.tolist(),
             seq_lens_list=inputs.seq_lens.tolist(),
         )
+        of_layers: list[AttentionMetadata | StateMetadata] = [*metadata]
+        if inputs.states is not None and self.states is not None:
+            for row, source in inputs.states.begins:
+                self.states[row] = self.states[source] if source >= 0 else 0.0
+            of_layers.append(
+                StateMetadata(
+                    query_lens_list=query_lens.tolist(),
+                    num_decodes=inputs.num_decodes,
+                    rows=self._tensor(inputs.states.rows),
+                    saves=inputs.states.saves,
+                )
+            )
         ids, positions = self._tensor(inputs.input_ids), self._tensor(inputs.positions)
         residual = None if inputs.hidden is None else self._tensor(inputs.hidden).to(self.dtype)
-        states = self.model.forward(ids, positions, metadata, self.kv_caches, cancellation_check, residual)
+        states = self.model.forward(ids, positions, of_layers, self.kv_caches, cancellation_check, residual)
         return states.float().cpu().numpy()
 
     @torch.inference_mode()

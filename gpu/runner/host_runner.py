@@ -11,10 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
-from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
+from engine.plan import NO_CHECKPOINT, ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenMasks
 from gpu.runner.prompt_outputs import PromptOutputs
 from gpu.runner.rows import BatchSizes, RowTable, StepShape
-from gpu.runner.runner import NO_LINKS, FinishedStep, LanguageModel, ModelInputs, StageLinks, cancellation_check
+from gpu.runner.runner import (
+    NO_LINKS,
+    FinishedStep,
+    LanguageModel,
+    ModelInputs,
+    StageLinks,
+    StateInputs,
+    cancellation_check,
+)
 from gpu.sampling.draw import Shards
 from gpu.sampling.logits import Penalized, logits_mask
 from gpu.sampling.sampler import SamplerOutput, SamplingMetadata, sample, token_logprobs
@@ -36,6 +44,7 @@ class ModelRunner:
         self.input_batch = InputBatch(self.rows, sizes)
         self._model = model
         self._prompt_outputs = PromptOutputs(MAX_LOGITS_ROWS)
+        self._has_states = sizes.has_states
         self._links = links
         self._shards = shards
         self._unsampled: deque[tuple[list[str], StepShape]] = deque()  # steps with tokens that are not known here yet
@@ -74,6 +83,8 @@ class ModelRunner:
             return ModelRunnerOutput(sampled_token_ids=[], logprobs={})
         shape = self.rows.shape(plan)
         inputs = self.input_batch.inputs(shape)
+        if self._has_states:
+            inputs = inputs._replace(states=self.input_batch.states(shape, plan))
         if self._links.receive is not None:
             inputs = inputs._replace(hidden=self._links.receive(len(inputs.input_ids)))
         hidden = self._model.forward(inputs, cancellation_check(abandoned))
@@ -165,11 +176,15 @@ class InputBatch:
         self._num_computed_tokens = table.columns["num_computed_tokens"]
         self._num_prompt_tokens = table.columns["num_prompt_tokens"]
         self.token_ids = np.zeros((sizes.max_num_seqs, sizes.row_len), dtype=np.int32)  # prompt and output
+        self._states_from: dict[
+            int, int
+        ] = {}  # rows of requests that have not run yet, and the checkpoints they begin from
         self.block_tables = np.zeros((sizes.num_groups, sizes.max_num_seqs, sizes.row_blocks), dtype=np.int32)
 
     def add(self, row: int, request: NewRequestData) -> None:
         self.token_ids[row, : len(request.token_ids)] = request.token_ids
         self.penalized.add(row, request)
+        self._states_from[row] = request.checkpoint
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
         num_groups = len(self.block_tables)
@@ -179,6 +194,7 @@ class InputBatch:
 
     def remove(self, row: int) -> None:
         self.penalized.remove(row)
+        self._states_from.pop(row, None)
 
     def inputs(self, shape: StepShape) -> ModelInputs:
         """Return the model's inputs of a step."""
@@ -196,6 +212,18 @@ class InputBatch:
             num_decodes=shape.num_decodes,
             num_prompt_tokens=self._num_prompt_tokens[shape.rows],
         )
+
+    def states(self, shape: StepShape, plan: SchedulerOutput) -> StateInputs:
+        """Return the state slots of a step. Its new rows begin in it."""
+        first = len(self.token_ids)  # slot of the checkpoints, behind those of the rows
+        begins = [(row, -1 if kept == NO_CHECKPOINT else first + kept) for row, kept in self._states_from.items()]
+        self._states_from.clear()
+        saves: dict[int, list[tuple[int, int]]] = {}
+        for place, index in enumerate(shape.order.tolist() if plan.checkpoints else ()):
+            computed = int(shape.seq_lens[place] - shape.query_lens[place])
+            if kept := plan.checkpoints.get(plan.request_ids[index]):
+                saves[place] = [(position - computed, first + slot) for position, slot in kept]
+        return StateInputs(shape.rows, begins, saves)
 
     def record(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Store sampled tokens at these positions of their rows, all int64 [S]."""

@@ -36,6 +36,7 @@ class BatchSizes(NamedTuple):
     max_model_len: int  # tokens of the longest context
     block_size: int
     num_groups: int = 1  # of layers, each with a block table (`engine.plan`)
+    has_states: bool = False  # of requests, in some layers
 
     @property
     def row_len(self) -> int:

@@ -33,6 +33,7 @@ class WorkerOptions:
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: chosen from free memory
     kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
+    state_checkpoint_share: float = 0.2  # of the KV cache's memory
     kv_cache_dir: Path | None = None  # the folder of keys and values that outlive the process
     kv_cache_dir_size: int = 0  # bytes
     kv_cache_ram: int = 0  # bytes of the host's memory for blocks that are evicted from the device
@@ -69,6 +70,14 @@ class FinishedStep:
         return self._outcome
 
 
+class StateInputs(NamedTuple):
+    """The state slots of a step (`engine.scheduler.checkpoints`): those of the rows, then those of checkpoints."""
+
+    rows: NDArray[np.int64]  # [B]
+    begins: list[tuple[int, int]]  # rows that begin with a copy of this slot, or with zeros: -1
+    saves: dict[int, list[tuple[int, int]]]  # by request: after so many of its tokens, a copy to this slot
+
+
 class ModelInputs(NamedTuple):
     """The inputs of a step for a model on the host: B requests, T tokens, one request after the other.
 
@@ -85,6 +94,7 @@ class ModelInputs(NamedTuple):
     num_prompt_tokens: NDArray[np.int32]  # [B], the length of a request's prompt
     # [T, hidden], the residual stream of the stage before, which may be overwritten; None on the first stage.
     hidden: NDArray[np.float32] | None = None
+    states: StateInputs | None = None  # of a model that has them
 
 
 class LanguageModel(Protocol):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig, QuantizedRows
+from gpu.checkpoint.architecture import AttentionSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import Weight
 from gpu.weights.reading import floats
@@ -47,7 +48,8 @@ class Quantization:
         self._finer_form = None if name == "int8" else _Q8_0
         finer = [part for part in (spec.embedding, spec.head) if part is not None]
         if name == "int4":
-            finer += [part for layer in spec.layers for part in layer.attention.qkv[1:]]
+            attentions = (layer.attention for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
+            finer += [part for attention in attentions for part in attention.qkv[1:]]
         self._finer = {part.weight_name for part in finer}
         self._squares = self._squared_errors = 0.0
 

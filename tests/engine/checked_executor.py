@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from engine.executor import BlockTier, StepHandle
-from engine.plan import KVWindows, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.plan import NO_CHECKPOINT, KVWindows, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from tests.engine.simulated_executor import Row, SimulatedExecutor
 
+_BEGIN = -2  # a state before any token
 _REJECTED = -1  # what stands where a draft was not taken; no digest
 
 
@@ -47,6 +48,7 @@ class CheckedExecutor(SimulatedExecutor):
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         windows: KVWindows = (None,),
+        num_checkpoints: int | None = None,
         step_seconds: float = 0.0,
         before_step: Callable[[SchedulerOutput], None] | None = None,
         **options: Any,
@@ -62,6 +64,9 @@ class CheckedExecutor(SimulatedExecutor):
         self.is_shut_down = False
         self._memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)  # digest and group
         self._introduced: set[str] = set()
+        # With checkpoints each row has a state, which is worth the digest of the tokens it has seen, or nothing.
+        self._states: dict[str, int | None] | None = None if num_checkpoints is None else {}
+        self._checkpoints: list[int | None] = [None] * (num_checkpoints or 0)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self.is_shut_down:
@@ -76,11 +81,46 @@ class CheckedExecutor(SimulatedExecutor):
         """Run a plan. What it says of the `outdated` is wrong, and what is computed for them is for nobody."""
         self._apply(plan)
         self._check(plan, outdated)
+        if self._states is not None:
+            return self._run_with_states(plan, self._states)
+        self._pause(plan)
+        return self._run(plan)
+
+    def _pause(self, plan: SchedulerOutput) -> None:
         if self.before_step is not None:
             self.before_step(plan)
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        return self._run(plan)
+
+    def _run_with_states(self, plan: SchedulerOutput, states: dict[str, int | None]) -> ModelRunnerOutput:
+        """A step that fails leaves nothing of the states that it was about to change."""
+        for new in plan.new_requests:
+            if new.num_computed_tokens == 0:
+                _require(new.checkpoint == NO_CHECKPOINT, f"{new.request_id} begins with the state of another")
+                states[new.request_id] = _BEGIN
+            else:
+                _require(new.checkpoint != NO_CHECKPOINT, f"{new.request_id} begins within its tokens without a state")
+                states[new.request_id] = self._checkpoints[new.checkpoint]
+        starts = {request_id: self._rows[request_id].num_computed_tokens for request_id in plan.request_ids}
+        for request_id, start in starts.items():
+            right = self._rows[request_id].digests[start - 1] if start else _BEGIN
+            _require(states[request_id] == right, f"{request_id} goes on from a wrong state at {start}")
+        copies = plan.checkpoints
+        slots = [slot for each in copies.values() for _, slot in each]
+        _require(len(set(slots)) == len(slots), "two copies of states go to one checkpoint")
+        _require(set(copies) <= set(starts), "a state is copied of a request that does not run")
+        states |= dict.fromkeys(starts)
+        for slot in slots:
+            self._checkpoints[slot] = None
+        self._pause(plan)
+        output = self._run(plan)
+        for request_id, start in starts.items():
+            row = self._rows[request_id]
+            states[request_id] = row.digests[row.num_computed_tokens - 1]
+            for place, slot in copies.get(request_id, ()):
+                _require(start < place <= row.num_computed_tokens, f"{request_id} has no state at {place} in this step")
+                self._checkpoints[slot] = row.digests[place - 1]
+        return output
 
     # --- diffs
 

@@ -8,6 +8,7 @@ from gpu.checkpoint import architecture
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
 from gpu.checkpoint.families.dense import DENSE, interleaved_in_gguf
 from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
+from gpu.checkpoint.families.qwen_hybrid import HYBRIDS
 
 
 def _gpt_oss_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
@@ -112,15 +113,7 @@ def _qwen2_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     if index in config.dense_layers:
         return layer
     assert isinstance(layer.feed_forward, architecture.MoESpec)
-    prefix, gguf = f"model.layers.{index}.mlp.shared_expert", f"blk.{index}.ffn"
-    hidden, inner = config.hidden_size, int(config.numbers["shared_expert_intermediate_size"])
-    shared = architecture.SwiGLUSpec(
-        architecture.Part(f"{prefix}.gate_proj", f"{gguf}_gate_shexp", (inner, hidden)),
-        architecture.Part(f"{prefix}.up_proj", f"{gguf}_up_shexp", (inner, hidden)),
-        architecture.Part(f"{prefix}.down_proj", f"{gguf}_down_shexp", (hidden, inner)),
-    )
-    gate = architecture.Part(f"{prefix}_gate", f"{gguf}_gate_inp_shexp", (1, hidden))
-    return replace(layer, feed_forward=replace(layer.feed_forward, shared=shared, shared_gate=gate))
+    return replace(layer, feed_forward=architecture.with_shared_expert(layer.feed_forward, config, index))
 
 
 QWEN2_MOE = replace(
@@ -218,6 +211,7 @@ MISTRAL = architecture.Architecture(
 
 _FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE)
 FAMILIES: dict[str, architecture.Architecture] = {family.name: family for family in _FAMILIES}
+FAMILIES |= HYBRIDS
 # Of models that see, too, only the text part is served; its own model_type comes first.
 FAMILIES |= {"Gemma3ForConditionalGeneration": GEMMA3, "Mistral3ForConditionalGeneration": MISTRAL}
 

@@ -63,6 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         ),
         blocks_per_chunk=st.sampled_from([None, 1, 1, 2, 3]),
         num_stages=st.sampled_from([1, 1, 1, 2, 3]),
+        num_checkpoints=st.sampled_from([None, None, None, 0, 1, 3, 20]),
     )
     def start(
         self,
@@ -76,12 +77,16 @@ class EngineMachine(RuleBasedStateMachine):
         windows: tuple[int | None, ...],
         blocks_per_chunk: int | None,
         num_stages: int,
+        num_checkpoints: int | None,
     ) -> None:
         """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
-        `blocks_per_chunk` is of the tier beside the cache; None is no tier.
+        `blocks_per_chunk` is of the tier beside the cache; None is no tier. `num_checkpoints` are of a model with
+        states, which has none of the other things; None is a model without.
 
         One that may sample several tokens gives any number of them, also none.
         """
+        if num_checkpoints is not None:
+            fast, max_sampled_tokens, windows, blocks_per_chunk = None, 1, (None,), None
         budget, depth = max_num_seqs + spare_budget, 1 if fast is None else max(2, num_stages)
         num_stages = 1 if fast is None else num_stages
         # One request may need almost the whole pool, so several together must be preempted.
@@ -95,7 +100,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_sampled_tokens=max_sampled_tokens,
             enable_prefix_caching=enable_prefix_caching,
             eos_token_ids=EOS,
-            facts=ModelFacts(kv_windows=windows),
+            facts=ModelFacts(
+                kv_windows=windows, state_bytes=int(num_checkpoints is not None), num_checkpoints=num_checkpoints or 0
+            ),
+            state_checkpoint_interval=num_tokens // 4,
             pipeline_depth=depth,
             num_stages=num_stages,
         )
@@ -107,6 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             windows=windows,
+            num_checkpoints=num_checkpoints,
             before_step=self.before_step,
             how_many=None if max_sampled_tokens == 1 else partial(random.Random(0).randint, 0),
         )
@@ -137,6 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.abandon_next_step and plan.request_ids:
             self.abandon_next_step = False
             _seen[f"abandoned at depth {self.core.config.pipeline_depth}"] += 1
+            self.failed_step = plan.step
             raise StepAbandoned("so it seemed")
         if (self.break_next_step and plan.request_ids) or not self.poison.isdisjoint(plan.request_ids):
             self.break_next_step = False
@@ -246,6 +256,9 @@ class EngineMachine(RuleBasedStateMachine):
         _seen["preemptions"] += batch.stats.num_preemptions
         _seen["preemptions a step ahead"] += batch.stats.num_preemptions if is_ahead else 0
         _seen["prefix hits"] += batch.stats.prefix_cache_hits
+        if batch.stats.checkpoints is not None:
+            _seen["requests that began from a checkpoint"] += bool(batch.stats.checkpoints.hits)
+        _seen["preemptions with states"] += batch.stats.num_preemptions * bool(self.core.config.facts.state_bytes)
         if len(set(self.executor.kv_windows)) > 1:
             _seen["preemptions with windows"] += batch.stats.num_preemptions
             _seen["prefix hits with windows"] += batch.stats.prefix_cache_hits
@@ -347,6 +360,8 @@ EVENTS = [
     "abandoned at depth 1",
     "abandoned at depth 2",
     "prefix hits",
+    "requests that began from a checkpoint",
+    "preemptions with states",
     "preemptions with windows",
     "prefix hits with windows",
     "stores",

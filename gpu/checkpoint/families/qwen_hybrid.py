@@ -1,0 +1,171 @@
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the others have gated attention.
+
+Norms are stored without the 1 that they add, except the one inside the delta net. Qwen3.5 is Qwen3-Next with other
+projections of the delta net, without experts or with stacked ones. Its vision part is skipped: text has the same angles
+in all three sections of a position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gpu.checkpoint import architecture
+from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    **{key: values for key, values in architecture.LLAMA_VALUES.items() if key != "partial_rotary_factor"},
+    "attn_output_gate": (True, None),
+}
+_HEADS = HeaderField(int, 1, 2**11, "heads")
+_SIZE = HeaderField(int, 1, 2**10, "elements")
+_NUMBERS = {
+    "linear_num_key_heads": replace(_HEADS, default=16),
+    "linear_num_value_heads": replace(_HEADS, default=32),
+    "linear_key_head_dim": replace(_SIZE, default=128),
+    "linear_value_head_dim": replace(_SIZE, default=128),
+    "linear_conv_kernel_dim": HeaderField(int, 2, 64, "tokens", default=4),
+    "partial_rotary_factor": HeaderField(float, 0.01, 1.0, "", default=0.25),
+}
+_EXPERTS = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS_PER_TOKEN,
+    "moe_intermediate_size": replace(FIELDS["intermediate_size"], default=512),
+    "shared_expert_intermediate_size": replace(FIELDS["intermediate_size"], default=512),
+    "norm_topk_prob": replace(FLAG, default=True),
+}
+# transformers ignores these keys for Qwen3.5.
+_ALL_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "norm_topk_prob": (True, None),
+    "mlp_only_layers": ([], None),
+    "decoder_sparse_step": (1, None),
+}
+
+
+def _layer(config: ModelConfig, index: int, *, by_key_head: bool) -> architecture.LayerSpec:
+    layer, hidden = architecture.llama_layer(config, index), config.hidden_size
+
+    def zero_centred(norm: architecture.RMSNormSpec | None) -> architecture.RMSNormSpec:
+        assert norm is not None
+        return replace(norm, weight=replace(norm.weight, offset=1.0))
+
+    attention: architecture.AttentionSpec | architecture.GatedDeltaSpec
+    if config.has_keys(index):
+        plain = layer.attention
+        assert isinstance(plain, architecture.AttentionSpec)
+        query, key, value = plain.qkv
+        size = int(config.head_dim * config.numbers["partial_rotary_factor"])
+        attention = architecture.GatedAttentionSpec(
+            heads=plain.heads,
+            qkv=(replace(query, shape=(2 * query.shape[0], hidden)), key, value),
+            out=plain.out,
+            qk_norm=plain.qk_norm and (zero_centred(plain.qk_norm[0]), zero_centred(plain.qk_norm[1])),
+            rope=replace(plain.rope, size=size),
+        )
+    else:
+        attention = _delta_net(config, index, by_key_head)
+    has_experts = config.num_experts and index not in config.dense_layers
+    return replace(
+        layer,
+        attention_norm=zero_centred(layer.attention_norm),
+        attention=attention,
+        feed_forward_norm=zero_centred(layer.feed_forward_norm),
+        feed_forward=_experts(config, index) if has_experts else layer.feed_forward,
+    )
+
+
+def _delta_net(config: ModelConfig, index: int, by_key_head: bool) -> architecture.GatedDeltaSpec:
+    numbers, hidden = config.numbers, config.hidden_size
+    key_heads, value_heads = int(numbers["linear_num_key_heads"]), int(numbers["linear_num_value_heads"])
+    key_dim, value_dim = int(numbers["linear_key_head_dim"]), int(numbers["linear_value_head_dim"])
+    keys, values = key_heads * key_dim, value_heads * value_dim
+
+    def part(name: str, gguf: str, *shape: int, suffix: str = ".weight") -> architecture.Part:
+        return architecture.Part(
+            f"model.layers.{index}.linear_attn.{name}", f"blk.{index}.{gguf}", shape, suffix=suffix
+        )
+
+    projections: tuple[architecture.Part, ...]
+    if by_key_head:
+        projections = (
+            part("in_proj_qkvz", "ssm_in", 2 * (keys + values), hidden),
+            part("in_proj_ba", "ssm_beta_alpha", 2 * value_heads, hidden),
+        )
+    else:
+        projections = (
+            part("in_proj_qkv", "attn_qkv", 2 * keys + values, hidden),
+            part("in_proj_z", "attn_gate", values, hidden),
+            part("in_proj_b", "ssm_beta", value_heads, hidden),
+            part("in_proj_a", "ssm_alpha", value_heads, hidden),
+        )
+    return architecture.GatedDeltaSpec(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        projections=projections,
+        conv=part("conv1d", "ssm_conv1d", 2 * keys + values, 1, int(numbers["linear_conv_kernel_dim"])),
+        dt_bias=part("dt_bias", "ssm_dt", value_heads, suffix=""),
+        a_log=part("A_log", "ssm_a", value_heads, suffix=""),
+        norm=architecture.RMSNormSpec(part("norm", "ssm_norm", value_dim), config.rms_norm_eps),
+        out=part("out_proj", "ssm_out", hidden, values),
+        by_key_head=by_key_head,
+    )
+
+
+def _experts(config: ModelConfig, index: int) -> architecture.MoESpec:
+    """Files have each expert's matrices, or all experts of a layer in two tensors."""
+    inner = int(config.numbers["moe_intermediate_size"])
+    gate = architecture.Stack("mlp.experts.gate_up_proj", stop=inner, outputs_first=True)
+    experts = architecture.mixture_of_experts(
+        config,
+        index,
+        router="mlp.gate",
+        inner=inner,
+        normalized=bool(config.numbers["norm_topk_prob"]),
+        stacks=(gate, replace(gate, start=inner, stop=None), replace(gate, name="mlp.experts.down_proj", stop=None)),
+    )
+    return architecture.with_shared_expert(experts, config, index)
+
+
+def _finish(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture.DecoderSpec:
+    assert spec.norm is not None
+    return replace(spec, norm=replace(spec.norm, weight=replace(spec.norm.weight, offset=1.0)))
+
+
+_COMMON: dict[str, Any] = {
+    "allowed_values": _VALUES,
+    "qk_norm": True,
+    "linear_layers": True,
+    "finish": _finish,
+}
+QWEN3_NEXT = architecture.Architecture(
+    name="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    defaults={"head_dim": 256, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10},
+    numbers=_NUMBERS | _EXPERTS,
+    layer=partial(_layer, by_key_head=True),
+    **_COMMON,
+)
+QWEN3_5 = architecture.Architecture(
+    name="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    defaults={"head_dim": 256, "num_key_value_heads": 4},
+    numbers=_NUMBERS,
+    layer=partial(_layer, by_key_head=False),
+    **_COMMON,
+)
+QWEN3_5_MOE = architecture.Architecture(
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    # All layers have experts, so the size of a dense network is not in the files and never used.
+    defaults={"head_dim": 256, "num_key_value_heads": 2, "intermediate_size": 1, "num_experts": 256}
+    | {"num_experts_per_tok": 8},
+    numbers=_NUMBERS | _EXPERTS,
+    layer=partial(_layer, by_key_head=False),
+    **_COMMON | {"allowed_values": _VALUES | _ALL_EXPERTS},
+)
+HYBRIDS = {family.name: family for family in (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)}
+for _name in ("Qwen3_5", "Qwen3_5Moe"):  # with a vision part
+    HYBRIDS[f"{_name}ForConditionalGeneration"] = HYBRIDS[f"{_name}ForCausalLM"]

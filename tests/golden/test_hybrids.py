@@ -1,0 +1,240 @@
+"""Models with states against transformers: Qwen3-Next and Qwen3.5 in float32, by every way that the engine has of
+computing a sequence. Two forms of the gated delta rule differ by 8e-4 in transformers itself, so the bound is wider
+than that of other models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3NextConfig
+
+from app.config.settings import Settings
+from app.serving.loading import core_factory, open_files
+from engine.core.core import EngineCore
+from engine.errors import ConfigError
+from engine.messages import EngineCoreRequest
+from tests.engine.helpers import byte_level_tokenizer, make_request
+from tests.golden.driving import Story, drive, fresh_core, plans_of
+from tests.golden.oracle import Oracle
+
+BOUND, NEAR_TIE = 5e-3, 1e-3
+VOCAB, BLOCK_SIZE, MAX_MODEL_LEN = 271, 4, 192
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+MODELS: dict[str, tuple[type[transformers.PreTrainedModel], Any]] = {
+    "qwen3-next": (
+        transformers.Qwen3NextForCausalLM,
+        Qwen3NextConfig(**TEXT, **EXPERTS, intermediate_size=80, mlp_only_layers=[1], norm_topk_prob=True),
+    ),
+    "qwen3.5": (
+        transformers.Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config(text_config={**TEXT, "intermediate_size": 80}, vision_config=VISION),
+    ),
+    "qwen3.5-moe": (
+        transformers.Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig(
+            text_config={**TEXT, **EXPERTS, "layer_types": ["full_attention", *["linear_attention"] * 3]},
+            vision_config=VISION,
+        ),
+    ),
+}
+Pair = tuple[Oracle, EngineCore]
+
+
+def settings_of(directory: object, **options: Any) -> Settings:
+    return Settings(
+        model=str(directory),
+        dtype="float32",
+        device="cpu",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        block_size=BLOCK_SIZE,
+        num_threads=1,
+        kv_cache_memory=64 * 2**20,
+        target_inter_token_latency=60.0,  # so that no plan depends on the clock
+        **options,
+    )
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def directory(request, tmp_path_factory) -> tuple[Oracle, Any]:
+    """A model that transformers made and saved, with layers for multi-token prediction that real files have."""
+    torch.manual_seed(2)
+    kind, config = MODELS[request.param]
+    oracle = kind._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if "norm" in name:
+                parameter.normal_(float("linear_attn.norm" in name), 0.3)
+            if "dt_bias" in name:
+                parameter.normal_(0.0, 1.0)
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle.save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors") | {"mtp.fc.weight": torch.ones(2, 2)}
+    if request.param == "qwen3.5-moe":  # as published: all experts of a layer in two tensors
+        weights = with_stacked_experts(weights)
+    save_file(weights, directory / "model.safetensors")
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return Oracle(oracle), directory
+
+
+def with_stacked_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    stacked = {name: weight for name, weight in weights.items() if ".experts." not in name}
+    for layer in range(TEXT["num_hidden_layers"]):
+        name = next(name for name in weights if f"layers.{layer}." in name and ".experts." in name)
+        begin = name[: name.index(".experts.")] + ".experts."
+        if begin + "gate_up_proj" in weights:
+            return weights
+        of = [
+            {part: weights[f"{begin}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")}
+            for expert in range(EXPERTS["num_experts"])
+        ]
+        stacked[begin + "gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in of])
+        stacked[begin + "down_proj"] = torch.stack([each["down"] for each in of])
+    return stacked
+
+
+@pytest.fixture(scope="module")
+def pair(directory) -> Iterator[Pair]:
+    oracle, path = directory
+    settings = settings_of(path, state_checkpoint_interval=32)
+    core = core_factory(settings, open_files(settings, None))()
+    yield oracle, core
+    core.shutdown()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def ask(name: str, tokens: list[int], max_tokens: int = 12, **sampling: Any) -> EngineCoreRequest:
+    asked = {"seed": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
+    return make_request(tokens, name, **asked | sampling)
+
+
+def assert_agrees(oracle: Oracle, story: Story, *requests: EngineCoreRequest) -> None:
+    for request in requests:
+        tokens = story.tokens(request.request_id)
+        assert len(tokens) == request.sampling.max_tokens
+        rows = oracle.logprobs(request.prompt_token_ids, tokens)
+        for entry, row in zip(story.logprobs(request.request_id), rows, strict=True):
+            assert abs(entry.logprob - row[entry.token_id]) < BOUND
+            first, second = row.topk(2).values
+            if request.sampling.greedy and first - second >= NEAR_TIE:
+                assert entry.token_id == row.argmax()
+
+
+def test_a_prefill_and_its_decodes(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core)
+    for request in (ask("long", prompt(0, 150), 30), ask("one token", prompt(1, 1), 30), ask("block", prompt(2, 4))):
+        assert_agrees(oracle, drive(core, [request]), request)
+
+
+def test_a_prefill_in_chunks(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core, max_num_batched_tokens=9)
+    request = ask("chunked", prompt(3, 40))
+    story = drive(core, [request])
+    assert [plan["chunked"] for plan in plans_of(core)][:5] == [9, 9, 9, 9, 4], "checkpoints do not cut chunks"
+    assert_agrees(oracle, story, request)
+
+
+def test_a_request_begins_from_the_last_checkpoint_of_its_prefix(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core, max_num_batched_tokens=16)
+    shared = prompt(4, 45)
+    drive(core, [ask("first", shared)])
+    again = ask("again", shared)
+    story = drive(core, [again])
+    assert story.num_cached_tokens("again") == 44, "the end of a prompt"
+    assert_agrees(oracle, story, again)
+    branch = ask("branch", shared[:39] + prompt(5, 20))
+    story = drive(core, [branch])
+    assert story.num_cached_tokens("branch") == 32, "a multiple of the interval"
+    assert_agrees(oracle, story, branch)
+    other = ask("other", shared[:39] + prompt(6, 20))
+    story = drive(core, [other])
+    assert story.num_cached_tokens("other") == 36, "where the request before left the shared blocks"
+    assert_agrees(oracle, story, other)
+    turn = [*shared, *drive(core, [ask("turn", shared, 22)]).tokens("turn")]
+    followed = ask("followed", turn + prompt(7, 3))
+    story = drive(core, [followed])
+    assert story.num_cached_tokens("followed") == 64, "the end of a turn"
+    assert_agrees(oracle, story, followed)
+    moved = ask("moved", shared[BLOCK_SIZE:] + prompt(18, 3))
+    story = drive(core, [moved])
+    assert story.num_cached_tokens("moved") == 0
+    assert_agrees(oracle, story, moved)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_caching: bool):
+    oracle, core = pair
+    # 48 blocks hold 192 tokens; the two want 120 each in the end.
+    core = fresh_core(core, num_blocks=48, enable_prefix_caching=enable_prefix_caching)
+    stays, goes = ask("stays", prompt(8, 80), 40), ask("goes", prompt(9, 84), 36)
+    story = drive(core, [stays, goes])
+    assert story.num_preemptions == 1
+    resumed = [plan["goes"] for plan in plans_of(core) if plan.get("goes", 1) > 1]
+    assert len(resumed) == 2
+    assert (resumed[1] > 84) == (not enable_prefix_caching), "it is computed from a checkpoint on"
+    assert_agrees(oracle, story, stays, goes)
+
+
+def test_everything_at_once(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core, num_blocks=60, max_num_batched_tokens=20)
+    system = prompt(10, 16)
+    requests = {
+        "greedy": ask("greedy", system + prompt(11, 12), 24),
+        "drawn": ask("drawn", prompt(12, 3), 30, temperature=1.0, seed=5, top_p=0.9),
+        "long": ask("long", prompt(13, 161), 8, temperature=0.7, seed=6, top_k=20),
+        "shared": ask("shared", system + prompt(14, 7), 20),
+        "leaves": ask("leaves", prompt(16, 30), 40),
+        "late": ask("late", system + prompt(11, 12), 30, temperature=1.5, seed=7, min_p=0.01),
+        "last": ask("last", prompt(17, 33), 16),
+    }
+    arrivals = {0: ["greedy", "drawn"], 1: ["long"], 2: ["shared"], 4: ["leaves"], 5: ["late"], 9: ["last"]}
+    story = drive(
+        core, {step: [requests[name] for name in names] for step, names in arrivals.items()}, leaving={12: "leaves"}
+    )
+    assert any({1} < set(plan.values()) for plan in plans_of(core)), "prefills and decodes share steps"
+    assert story.num_preemptions > 0
+    requests.pop("leaves")
+    assert_agrees(oracle, story, *requests.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("kv_cache_dir", "kv"), ("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("pipeline_depth", 2)],
+)
+def test_what_states_do_not_go_with_is_refused_by_name(directory, setting: str, value: Any, tmp_path):
+    settings = settings_of(directory[1], **{setting: tmp_path / value if setting == "kv_cache_dir" else value})
+    with pytest.raises(ConfigError, match=setting):
+        core_factory(settings, open_files(settings, None))()

@@ -287,7 +287,7 @@ def _is_cost(seconds: float) -> bool:
 
 MIN_PREFILL_TOKENS = 8  # so that a prefill makes progress under any target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
-_LONG = 4  # a step with prefill is long if it takes this many times as long as its decodes alone
+_LONG = 4  # a step is long if its decodes alone take a fourth of its time, and its prefill half of the target
 _LONG_IN_A_ROW = 2  # then a step of decodes alone follows
 _EXPLORED = 16  # one of so many steps gets an eighth more tokens, so that larger chunks are measured, too
 
@@ -334,7 +334,8 @@ class StepBudget:
                 fits = tokens
             else:
                 too_many = tokens
-        self._num_long = self._num_long + 1 if alone and added_cost(fits) >= (_LONG - 1) * alone else 0
+        is_long = alone and added_cost(fits) >= max((_LONG - 1) * alone, self._target / 2)
+        self._num_long = self._num_long + 1 if is_long else 0
         self._asked += 1
         if not self._asked % _EXPLORED:
             fits += fits // 8

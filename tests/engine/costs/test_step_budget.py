@@ -165,8 +165,13 @@ def test_a_step_of_decodes_alone_follows_two_long_steps() -> None:
     assert 0.0075 * len(seconds) >= 0.15 * sum(seconds), "the stream keeps 15 % of its speed"
 
 
-def test_no_step_goes_without_prefill_where_steps_are_not_long() -> None:
-    device = Device(Costs(step=0.03, token=0.0005))  # a step at the target takes less than three steps of decodes
+@pytest.mark.parametrize(
+    "costs",
+    [Costs(step=0.03, token=0.0005), Costs(step=0.001, token=0.00005)],
+    ids=["less than four times the decodes", "far below the target"],
+)
+def test_no_step_goes_without_prefill_where_steps_are_not_long(costs: Costs) -> None:
+    device = Device(costs)
     device.stream()
     device.prefill(1500, "measure")
     first = len(device.seconds)

@@ -1,32 +1,28 @@
 """A GGUF file's metadata as a tokenizer.
 
-Two kinds are supported: byte-level BPE (`tokenizer.ggml.model` = "gpt2") and SentencePiece's BPE ("llama"). GGUF has
-vocabulary, merges and token types, but only the name of a pre-tokenizer; the patterns of the names are here.
+Three kinds are supported: byte-level BPE (`tokenizer.ggml.model` = "gpt2"), SentencePiece's BPE ("llama", "gemma4") and
+WordPiece ("bert"). GGUF has vocabulary, merges and token types, but only the name of a pre-tokenizer; the steps of each
+name are here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from gpu.checkpoint import tokenizers as steps
 from gpu.checkpoint.config import ModelError, shown
 from gpu.checkpoint.gguf_file import GGUFFile
-from gpu.checkpoint.tokenizers import (
-    LLAMA3_DIGITS,
-    MAX_ADDED_TOKENS,
-    QWEN2_DIGITS,
-    check_lengths,
-    check_tokenizer,
-    tokenizer_errors,
-    word_pattern,
-)
+from gpu.checkpoint.tokenizers import MAX_ADDED_TOKENS, check_lengths, check_tokenizer, tokenizer_errors
 
 # Kinds of tokens, as the file numbers them: undefined, normal, unknown, control, user-defined, unused, byte.
 _KINDS = range(7)
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 # The name of a special token in templates, and the key of its id in GGUF.
 _SPECIAL_TOKEN_KEYS = {
@@ -48,11 +44,11 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int) -> Tokenizer:
 
 def _build(file: GGUFFile) -> Tokenizer:
     kind = file.require("tokenizer.ggml.model", str)
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4", "bert"):
         raise ModelError(
             f"{file.path.name} has a tokenizer of the kind {shown(kind)}; supported in GGUF files are 'gpt2' "
-            f"(byte-level BPE) and 'llama' (SentencePiece). Serve the model's Hugging Face directory, which has a "
-            f"tokenizer.json, instead."
+            f"(byte-level BPE), 'llama' and 'gemma4' (SentencePiece) and 'bert' (WordPiece). Serve the model's Hugging "
+            f"Face directory, which has a tokenizer.json, instead."
         )
     tokens = _tokens(file)
     types = file.require_array("tokenizer.ggml.token_type", int)
@@ -64,46 +60,84 @@ def _build(file: GGUFFile) -> Tokenizer:
             f"{file.path.name}: the token {shown(tokens[number])} is of the type {types[number]}; known are "
             f"{_KINDS[0]} to {_KINDS[-1]}. Convert the model anew."
         )
-    if kind == "llama":
-        tokenizer, add_bos = sentencepiece_from_gguf(file, tokens, types), True
+    adds_bos = True
+    if kind == "bert":
+        tokenizer = _word_piece(file, tokens, types)
+    elif kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(file, tokens)
     else:
-        tokenizer, add_bos = _byte_level(file, tokens)
+        tokenizer = sentencepiece_from_gguf(file, tokens, types)
     tokenizer.add_tokens(_added_tokens(file, tokens, types))
-    if file.get("tokenizer.ggml.add_bos_token", bool, add_bos):
-        bos = file.require("tokenizer.ggml.bos_token_id", int)
+    around = ["cls", "seperator"]  # the format's spelling
+    if kind != "bert":
+        adds_bos &= "tokenizer.ggml.bos_token_id" in file.metadata
+        around = ["bos" if file.get("tokenizer.ggml.add_bos_token", bool, adds_bos) else ""]
+        around += ["eos" if file.get("tokenizer.ggml.add_eos_token", bool, False) else ""]
+    if any(around):
+        ids = {f"[{name}]": file.require(f"tokenizer.ggml.{name}_token_id", int) for name in around if name}
+        first, last = ([f"[{name}]"] if name else [] for name in around)
+        text = [*first, "$A", *last]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=["[BOS]", "$A"],
-            pair=["[BOS]", "$A", "[BOS]:1", "$B:1"],
-            special_tokens=[{"id": "[BOS]", "ids": [bos], "tokens": [_token_text(file, tokens, bos)]}],
+            single=text,
+            pair=[*text, *(f"{name}:1" for name in ([] if kind == "bert" else first) + ["$B", *last])],
+            special_tokens=[
+                {"id": name, "ids": [index], "tokens": [_token_text(file, tokens, index)]}
+                for name, index in ids.items()
+            ],
         )
     return tokenizer
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     """Return the tokenizer without its added tokens, and True if its family begins a text with BOS."""
-    pre_name = file.get("tokenizer.ggml.pre", str, "default") or "default"
-    if pre_name not in _PRE_TOKENIZERS:
+    name = file.get("tokenizer.ggml.pre", str, "default") or "default"
+    if name not in _PRE_TOKENIZERS:
         raise ModelError(
-            f"{file.path.name} has the pre-tokenizer {shown(pre_name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
+            f"{file.path.name} has the pre-tokenizer {shown(name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
             f"Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
         )
-    pre = _PRE_TOKENIZERS[pre_name]
+    pre = _PRE_TOKENIZERS[name]
+    tokenizer = Tokenizer(_bpe(file, tokens, _merges_of(file), ignore_merges=pre.ignore_merges))
+    if pre.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    built = [
+        pre_tokenizers.Split(Regex(step), behavior="isolated") if isinstance(step, str) else step()
+        for step in pre.steps
+    ]
+    if _GPT2 not in pre.steps:
+        built.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(built)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.add_bos
+
+
+def _merges_of(file: GGUFFile) -> list[tuple[str, str]]:
     merges = file.require_array("tokenizer.ggml.merges", str)
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+
+
+def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
-        model = models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)],
-            ignore_merges=pre.ignore_merges,
-        )
+        return models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, **options)
     except Exception as error:  # the library raises bare Exceptions
         raise ModelError(f"{file.path.name}: the merges do not fit the vocabulary: {error}.") from error
 
-    tokenizer = Tokenizer(model)
-    if pre.normalizer is not None:
-        tokenizer.normalizer = pre.normalizer()
-    tokenizer.pre_tokenizer = pre.build()
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre.add_bos
+
+def _word_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
+    """Return the tokenizer without its added tokens. A file marks the beginning of a word, WordPiece what follows."""
+    unknown = _token_text(file, tokens, file.require("tokenizer.ggml.unknown_token_id", int))
+    plain = [
+        token if kind != _NORMAL else token[1:] if token.startswith(_SPACE) else f"##{token}"
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    vocabulary = {token: index for index, token in enumerate(plain)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100))
+    lowercase = file.get("tokenizer.ggml.normalizer.lowercase", bool, True)
+    strips = file.get("tokenizer.ggml.normalizer.strip_accents", bool, lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=bool(lowercase), strip_accents=strips)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
 
 
 def special_tokens_from_gguf(file: GGUFFile) -> dict[str, str]:
@@ -133,8 +167,11 @@ def _token_text(file: GGUFFile, tokens: list[str], index: int) -> str:
 
 def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[AddedToken]:
     """Return the tokens that are found in a text before it is split: control and user-defined tokens."""
+    # Phi-3's own tokenizer.json drops blanks behind its control tokens, and its files do not say so.
+    architecture, kind = (file.get(key, str) for key in ("general.architecture", "tokenizer.ggml.model"))
+    strips = (architecture, kind) == ("phi3", "llama")
     added = [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        AddedToken(token, special=kind == _CONTROL, normalized=False, rstrip=strips and token not in _NEVER_STRIP)
         for token, kind in zip(tokens, types, strict=True)
         if kind in (_CONTROL, _USER_DEFINED)
     ]
@@ -146,63 +183,87 @@ def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[A
     return added
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PreTokenizer:
-    """The pattern by which a family of models cuts a text before the merges, with other parts of its tokenizer.json."""
+class _PreTokenizer(NamedTuple):
+    """The steps that cut a text before the merges, with other parts of a family's tokenizer.json."""
 
-    build: Callable[[], pre_tokenizers.PreTokenizer]
+    steps: tuple[str | Callable[[], pre_tokenizers.PreTokenizer], ...]  # patterns, or steps of the library
     ignore_merges: bool = False  # a word of the vocabulary is one token, whatever the merges
     add_bos: bool = False  # the default if the metadata does not have it
-    normalizer: Callable[[], normalizers.Normalizer] | None = None
+    composes: bool = False  # characters, by Unicode's NFC
 
 
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_GPT2 = partial(pre_tokenizers.ByteLevel, add_prefix_space=False, use_regex=True)
+_EACH_DIGIT = partial(pre_tokenizers.Digits, individual_digits=True)
+# Falcon cuts digits after bytes became letters, some of which count as digits.
+_FALCON = (
+    partial(pre_tokenizers.Punctuation, behavior="contiguous"),
+    _GPT2,
+    partial(pre_tokenizers.Digits, individual_digits=False),
+    steps.FALCON_DIGITS,
+)
+_LLAMA3 = _PreTokenizer((steps.LLAMA3_WORDS,), ignore_merges=True, add_bos=True)
+_QWEN2 = _PreTokenizer((steps.QWEN2_WORDS,), composes=True)
+_GPT4O = _PreTokenizer((steps.GPT4O_WORDS,), ignore_merges=True)
 
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    # Digits are cut first, so that two spaces before a digit are one word; GPT-2's pattern alone would split them.
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _split_by(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    def build() -> pre_tokenizers.PreTokenizer:
-        split = pre_tokenizers.Split(Regex(word_pattern(digits)), behavior="isolated", invert=False)
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    return build
-
-
-_GPT2 = _PreTokenizer(build=_gpt2)
-_LLAMA3 = _PreTokenizer(build=_split_by(LLAMA3_DIGITS), ignore_merges=True, add_bos=True)
-_QWEN2 = _PreTokenizer(build=_split_by(QWEN2_DIGITS), normalizer=normalizers.NFC)
-
-# By `tokenizer.ggml.pre`.
+# By `tokenizer.ggml.pre`, which is the name of the first family that had the tokenizer. Granite carries refact or dbrx,
+# Phi-4 dbrx, Phi-4-mini gpt-4o, SmolLM3 smaug-bpe, OLMo 2 and 3 dbrx, GLM-4.7-Flash glm4.
 _PRE_TOKENIZERS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _PreTokenizer(build=_smollm),
-    "llama-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
+    **dict.fromkeys(("default", "gpt-2", "phi-2"), _PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("olmo", "mpt"), _PreTokenizer((_GPT2,), composes=True)),
+    # Digits are cut first, so that two spaces before a digit are one word; GPT-2's pattern alone would split them.
+    **dict.fromkeys(("smollm", "refact", "starcoder"), _PreTokenizer((_EACH_DIGIT, _GPT2))),
+    "command-r": _PreTokenizer((_EACH_DIGIT, _GPT2), composes=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3._replace(add_bos=False)),
+    "dbrx": _PreTokenizer((steps.LLAMA3_WORDS,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _PreTokenizer((steps.QWEN35_WORDS,), composes=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "minimax-m2": _PreTokenizer((steps.GPT4O_WORDS,)),
+    "tekken": _PreTokenizer((steps.TEKKEN_WORDS,), ignore_merges=True, add_bos=True),
+    "kimi-k2": _PreTokenizer((steps.KIMI_WORDS,), ignore_merges=True),
+    "deepseek-llm": _PreTokenizer((*steps.DEEPSEEK_LLM_STEPS, _EACH_DIGIT)),
+    "deepseek-coder": _PreTokenizer((*steps.DEEPSEEK_CODER_STEPS, _EACH_DIGIT)),
+    "deepseek-v3": _PreTokenizer(steps.DEEPSEEK_V3_STEPS),
+    "falcon": _PreTokenizer(_FALCON),
 }
 
 
 # --------------------------------------------------------------------------------------------------- gguf sentencepiece
-# SentencePiece's byte-pair encoding (`tokenizer.ggml.model` = "llama": Gemma, and the first Llamas and Mistrals).
+# SentencePiece's byte-pair encoding ("llama": Gemma, and the first Llamas and Mistrals; and "gemma4").
 #
 # A GGUF file has the pieces, their scores and their kinds. SentencePiece joins neighbours to the piece of the highest
 # score until no two form a piece; the tokenizers library joins the pair that comes first in a list. So the list has
 # every way to form a piece from two others, by falling score; tokenizer.json files of these models were made in the
-# same way. Characters that are no piece become their bytes.
+# same way; a file of Gemma 4 has it. Characters that are no piece become their bytes.
 
 
-_NORMAL = 1  # the kind of a piece that is found by merging
 _MOST_WORK = 2**26  # the sum of squared lengths of all pieces, which are cut everywhere. Gemma 3's is 11 million
 _SPACE = "\u2581"  # stands for a space in pieces
 
 
 def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
     """Return the tokenizer without its added tokens. Raises `ModelError` for scores that give no order."""
+    is_gemma4 = file.get("tokenizer.ggml.model", str) == "gemma4"
+    merges = _merges_of(file) if is_gemma4 else _merges(_scored(file, tokens, types))
+    unknown = file.get("tokenizer.ggml.unknown_token_id", int) or 0
+    unk_token = tokens[unknown] if 0 <= unknown < len(tokens) else None
+    tokenizer = Tokenizer(_bpe(file, tokens, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    space = normalizers.Replace(" ", _SPACE)
+    decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get(
+        "tokenizer.ggml.add_space_prefix", bool, not is_gemma4
+    ):  # a word at the beginning of a text is the same piece
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), space])
+        decode.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = space
+    tokenizer.decoder = decoders.Sequence(decode)
+    return tokenizer
+
+
+def _scored(file: GGUFFile, tokens: list[str], types: list[int]) -> list[tuple[str, float]]:
+    """Return the pieces that are found by merging, with their scores."""
     scores = file.require_array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(scores)} scores. Convert the model anew.")
@@ -212,30 +273,13 @@ def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int])
         raise ModelError(
             f"{file.path.name}: the squares of its tokens' lengths add up to {work:,}; allowed: up to {_MOST_WORK:,}."
         )
-    unknown = file.get("tokenizer.ggml.unknown_token_id", int) or 0
-    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=_merges([pair for pair in zip(tokens, scores, strict=True) if pair[0] in normal], normal),
-            unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    space = normalizers.Replace(" ", _SPACE)
-    decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", bool, True):  # a word at the beginning of a text is the same piece
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), space])
-        decode.append(decoders.Strip(" ", 1, 0))
-    else:
-        tokenizer.normalizer = space
-    tokenizer.decoder = decoders.Sequence(decode)
-    return tokenizer
+    kinds = zip(tokens, scores, types, strict=True)
+    return [(token, score) for token, score, kind in kinds if kind == _NORMAL]
 
 
-def _merges(scored: list[tuple[str, float]], pieces: set[str]) -> list[tuple[str, str]]:
+def _merges(scored: list[tuple[str, float]]) -> list[tuple[str, str]]:
     """Return all pairs of pieces that form a piece, by falling score, then by falling length of the left half."""
+    pieces = {piece for piece, _ in scored}
     scored.sort(key=lambda pair: -pair[1])
     return [
         (left, right)

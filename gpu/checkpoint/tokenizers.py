@@ -51,23 +51,54 @@ _HARMLESS = {
 _HARMLESS_GROWTH = 4
 
 
-def word_pattern(digits: str) -> str:
-    """Return the pattern by which Llama 3 and its descendants cut a text. They differ in the `digits` of a word."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-        rf"|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+"
-        r"|\s+(?!\S)"
-        r"|\s+"
-    )
-
-
-LLAMA3_DIGITS = r"\p{N}{1,3}"
-QWEN2_DIGITS = r"\p{N}"
+# The patterns by which families cut a text into words, as their tokenizer.json files have them. GPT-2's is ByteLevel's.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_KNOWN_PATTERNS = {word_pattern(LLAMA3_DIGITS), word_pattern(QWEN2_DIGITS), _GPT2_PATTERN, r"\p{N}{1,3}", r"\p{N}"}
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _words(digits: str, letters: str = r"\p{L}", signs: str = r"\p{L}\p{N}") -> str:
+    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^\s{signs}]+[\r\n]*|{_BLANKS}"
+
+
+def _cased_words(ends: str, digits: str, sign_ends: str, but: str = "") -> str:
+    """Return a pattern that ends a word before a capital letter that follows a small one, without letters `but`."""
+    upper, lower = (rf"[{kind}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for kind in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+    begin = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{begin}{upper}*{lower}+{ends}|{begin}{upper}+{lower}*{ends}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{sign_ends}*|{_BLANKS}"
+
+
+LLAMA3_WORDS = _words(r"\p{N}{1,3}")
+QWEN2_WORDS = _words(r"\p{N}")
+QWEN35_WORDS = _words(r"\p{N}", r"[\p{L}\p{M}]", r"\p{L}\p{M}\p{N}")
+TEKKEN_WORDS = _cased_words("", r"\p{N}", r"[\r\n/]")
+GPT4O_WORDS = _cased_words(f"{_CONTRACTION}?", r"\p{N}{1,3}", r"[\r\n/]")
+KIMI_WORDS = r"[\p{Han}]+|" + _cased_words(f"{_CONTRACTION}?", r"\p{N}{1,3}", r"[\r\n]", r"&&[^\p{Han}]")
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Letters with capitals, in the Unicode of DeepSeek's first tokenizer.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
+    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-"
+    "ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+DEEPSEEK_LLM_STEPS = (
+    "[\r\n]",
+    rf"\s?[{_CASED}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"(?<!\s)\s+$",  # theirs has no look-behind, finds the same, and tries every space of a long row
+    _EAST_ASIAN,
+)
+DEEPSEEK_CODER_STEPS = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN)
+DEEPSEEK_V3_STEPS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    rf"|{_BLANKS}",
+)
+FALCON_DIGITS = "[0-9][0-9][0-9]"
+_KNOWN_PATTERNS = {LLAMA3_WORDS, QWEN2_WORDS, QWEN35_WORDS, TEKKEN_WORDS, GPT4O_WORDS, KIMI_WORDS, _GPT2_PATTERN}
+_KNOWN_PATTERNS |= {*DEEPSEEK_LLM_STEPS, *DEEPSEEK_CODER_STEPS, *DEEPSEEK_V3_STEPS, FALCON_DIGITS, r"\p{N}"}
 
 
 def is_known(tokenizer: Tokenizer) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 from app.config.settings import Settings, SettingsError
 from app.http.listening import Certificate
+from tests.selection import slow_except
 from tests.support.harness import TIMEOUT, free_port
 from tests.support.serve_command import ServeCommand, write_certificate
 
@@ -36,7 +37,7 @@ class Secured(NamedTuple):
         return ssl.get_server_certificate(("127.0.0.1", self.server.port)).encode()
 
 
-@pytest.fixture(scope="module", params=LOOPS)
+@pytest.fixture(scope="module", params=slow_except(LOOPS, "uvloop"))
 def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     folder = tmp_path_factory.mktemp("tls")
     certfile, keyfile = folder / "tls.crt", folder / "tls.key"
@@ -176,7 +177,7 @@ def test_a_server_with_a_bad_certificate_ends_before_it_listens(tmp_path: Path) 
         assert server.log.startswith("error: ssl_certfile, ssl_keyfile: cannot use")
 
 
-@pytest.mark.parametrize("setting", ["ssl_certfile", "uds"])
+@pytest.mark.parametrize("setting", slow_except(["ssl_certfile", "uds"], "uds"))
 def test_hypercorn_refuses_what_it_would_not_obey(setting: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {setting: tmp_path / "file"}
     with ServeCommand(hypercorn=["--bind", f"127.0.0.1:{free_port()}"], **settings) as server:
@@ -184,6 +185,7 @@ def test_hypercorn_refuses_what_it_would_not_obey(setting: str, tmp_path: Path) 
         assert server.log.splitlines()[-1].startswith(f"error: {setting}: got {tmp_path}/file; only headrace serve")
 
 
+@pytest.mark.slow
 def test_hypercorns_own_tls_serves_the_application(tmp_path: Path) -> None:
     certfile, keyfile = tmp_path / "tls.crt", tmp_path / "tls.key"
     write_certificate(certfile, keyfile)

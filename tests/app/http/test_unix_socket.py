@@ -13,6 +13,7 @@ import pytest
 
 from app.config.settings import Settings, SettingsError
 from app.serving.process import bind
+from tests.selection import slow_except
 from tests.support.harness import TIMEOUT
 from tests.support.raw_client import sse_events
 from tests.support.serve_command import ServeCommand, unix_client
@@ -20,7 +21,7 @@ from tests.support.serve_command import ServeCommand, unix_client
 BODY: dict[str, Any] = {"prompt": "Hi", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module", params=["uvloop", "asyncio", "trio"])
+@pytest.fixture(scope="module", params=slow_except(["uvloop", "asyncio", "trio"], "uvloop"))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, ServeCommand]]:
@@ -92,10 +93,11 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
         bind(Settings(uds=path))
     assert path.read_text() == "mine"
     for wrong in (tmp_path / "nowhere" / "a.sock", tmp_path / ("a" * 120)):
-        with pytest.raises(SettingsError, match="uds: cannot listen on .*What works: a path of at most 107 bytes"):
+        with pytest.raises(SettingsError, match="uds: cannot listen on .*What works: a new path of at most 107 bytes"):
             bind(Settings(uds=wrong))
 
 
+@pytest.mark.slow
 def test_hypercorns_own_unix_socket_serves_the_application(tmp_path: Path) -> None:
     path = tmp_path / "hypercorn.sock"
     with ServeCommand(hypercorn=["--bind", f"unix:{path}"], client=unix_client(path)) as server:

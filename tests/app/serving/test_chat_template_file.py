@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.selection import slow_except
 from tests.support.harness import Server
 from tests.support.serve_command import ServeCommand
 from tests.support.tiny_model import tiny_server
@@ -21,7 +22,7 @@ def prompt_of(server: Server) -> str:
     return server.post("/detokenize", {"tokens": token_ids}).json()["prompt"]
 
 
-@pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.parametrize("engine", slow_except(["thread", "process"], "thread"))
 def test_conversations_are_written_as_the_file_says(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "plain.jinja"
     file.write_text(TEMPLATE)
@@ -31,6 +32,7 @@ def test_conversations_are_written_as_the_file_says(tmp_path: Path, engine: str)
         assert server.client.get("/tokenizer_info").json()["chat_template"] == TEMPLATE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -14,7 +14,6 @@ from playwright.sync_api import Error, Page, sync_playwright
 from tests.support.harness import Server
 from tests.support.tiny_model import tiny_server
 
-pytestmark = pytest.mark.slow
 KEY = "sk-page"
 ASK = """async ([url, key, fields]) => {
     const answer = await fetch(url + "/v1/completions", {

@@ -53,6 +53,11 @@ class CallSink:
         if fragment:
             self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
 
+    def cut(self, rest: str) -> None:
+        """Take what was held back of the arguments, at the end of the text."""
+        if self.num_calls - 1 in self.cut_calls:
+            self.arguments(rest)
+
     def end_arguments(self) -> None:
         self.cut_calls.discard(self.num_calls - 1)
 
@@ -127,6 +132,8 @@ class BlockReader:
             self._raw.append(held)
             self._give_back()
             self._say(self._padding.take())
+        else:
+            self._sink.cut(held.strip())
         return self._take()
 
     @property

@@ -96,6 +96,7 @@ class Syntax:
     block: Callable[[Reading, CallSink], Block] | None = None
     before: str = ""
     after: str = ""
+    holds_strict: bool = True  # a grammar holds free calls of strict functions to their schemas
     end_tokens: tuple[str, ...] = ()
     inner_tokens: tuple[str, ...] = ()
     new_call_id: Callable[[str, int], str] = new_openai_id
@@ -157,7 +158,7 @@ class Syntax:
             tags = [self.function_tag(function) for function in tools.callable_functions]
             repeat = tools.parallel and tools.named is None
             return for_programs(tagged_json(tags, text=False, required=True, repeat=repeat, separator=self.separator))
-        if self.bare is not None or not any(function.strict for function in tools.functions):
+        if not self.holds_strict or self.bare is not None or not any(function.strict for function in tools.functions):
             return None
         tags = [self.function_tag(function, is_free=True) for function in tools.functions]
         return for_programs(tagged_json(tags, triggers=[self.opening]))

@@ -11,14 +11,20 @@ import secrets
 import string
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from protocol.syntax.call_reader import Block, CallSink
 from protocol.syntax.harmony import HARMONY
 from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject
+from protocol.syntax.parameter_calls import Form, ParameterCalls
+from protocol.syntax.reasoning import ReasoningTags
 from protocol.syntax.record import Reading, Syntax
 
-ToolParser = Literal["auto", "harmony", "mistral", "hermes", "llama3", "none"]
+ToolParser = Literal[
+    *("auto", "harmony", "mistral", "qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"),
+    *("hermes", "llama3", "none"),
+]
 """The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
 
 _MISTRAL_ID = 9  # characters
@@ -75,6 +81,67 @@ HERMES = Syntax(  # of Qwen 2.5 and 3, and many others
     after="}\n</tool_call>",
     end_tokens=("<|im_end|>",),
 )
+
+
+def _in_parameters(
+    name: str, matches: Callable[[str, Container[str]], bool], opening: str, form: Form, end_token: str
+) -> Syntax:
+    """Return the record of a family that writes calls parameter by parameter; the server itself writes JSON in them."""
+    closing = f"</{opening[1:]}"
+    return replace(
+        HERMES,
+        name=name,
+        matches=matches,
+        opening=opening,
+        closing=closing,
+        other_tags=tuple(filter(None, (*form.name, *form.key, *form.value, form.end))),
+        block=partial(ParameterCalls, form, closing),
+        before=f'{opening}\n{{"name": "NAME", "arguments": ',
+        after=f"}}\n{closing}",
+        end_tokens=(end_token,),
+        holds_strict=False,
+    )
+
+
+_FUNCTION = Form(
+    name=("<function=", ">"), key=("<parameter=", ">"), value=("", "</parameter>"), end="</function>", trims=True
+)
+_INVOKE = Form(
+    name=('<invoke name="', '">'), key=('<parameter name="', '">'), value=("", "</parameter>"), end="</invoke>"
+)
+_DSML = Form(
+    name=('<｜DSML｜invoke name="', '">'),
+    key=('<｜DSML｜parameter name="', '">'),
+    value=("", "</｜DSML｜parameter>"),
+    end="</｜DSML｜invoke>",
+)
+QWEN3_CODER = _in_parameters(
+    "qwen3_coder", template_has("<tool_call>", "<function=", "<parameter="), "<tool_call>", _FUNCTION, "<|im_end|>"
+)
+SEED_OSS = replace(
+    _in_parameters(
+        "seed_oss",
+        template_has("<seed:tool_call>", "<function="),
+        "<seed:tool_call>",
+        replace(_FUNCTION, trims=False),
+        "<seed:eos>",
+    ),
+    reasoning=ReasoningTags("<seed:think>", "</seed:think>"),
+)
+GLM = _in_parameters(  # 4.5 and later
+    "glm",
+    template_has("<tool_call>", "<arg_key>"),
+    "<tool_call>",
+    Form(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+    "<|observation|>",
+)
+MINIMAX = _in_parameters(
+    "minimax", template_has("<minimax:tool_call>", "<invoke name="), "<minimax:tool_call>", _INVOKE, "[e~["
+)
+DEEPSEEK_V32, DEEPSEEK_V4 = (
+    _in_parameters(name, template_has("｜DSML｜", f"{block}>"), f"<｜DSML｜{block}>", _DSML, "<｜end▁of▁sentence｜>")
+    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+)
 LLAMA3 = Syntax(
     name="llama3",
     matches=_is_llama,
@@ -89,7 +156,13 @@ LLAMA3 = Syntax(
 DESCRIBED = replace(HERMES, name="described", matches=lambda template, special_tokens: False)
 """The form that the server itself teaches in the prompt, where a template declares no tools and has no syntax."""
 
-SYNTAXES = {each.name: each for each in (HARMONY, MISTRAL, HERMES, LLAMA3)}
+SYNTAXES = {
+    each.name: each
+    for each in (
+        *(HARMONY, MISTRAL, QWEN3_CODER, SEED_OSS, GLM, MINIMAX, DEEPSEEK_V32, DEEPSEEK_V4),
+        *(HERMES, LLAMA3),
+    )
+}
 """The records by name, in the order in which templates are compared with them."""
 
 END_TOKENS = (

@@ -22,8 +22,7 @@ CALLS = "{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfo
 QWEN = f"{DECLARES} Use <tool_call></tool_call>. {MESSAGES}<tool_call>{CALLS}</think>"
 LLAMA = f'Environment: ipython {DECLARES}{{"name": function name, "parameters": {{}}}} {MESSAGES}{CALLS}'
 MISTRAL = f"{DECLARES}[AVAILABLE_TOOLS]{MESSAGES}[TOOL_CALLS]{CALLS}"
-GLM = f"{DECLARES}<tool_call>NAME<arg_key>{MESSAGES}<tool_call>{CALLS}"
-CODER = f"{DECLARES}<tool_call><function=NAME>{MESSAGES}<tool_call>{CALLS}"
+INVOKING = f"{DECLARES}<tool_call><invoke name=NAME>{MESSAGES}<tool_call>{CALLS}"
 FUNCTIONARY = f"{DECLARES}<|python_tag|><function=NAME>{MESSAGES}{CALLS}"
 
 WEATHER = Function(name="weather", description="It rains?", parameters={"type": "object", "required": ["city"]})
@@ -74,7 +73,7 @@ def test_the_family_is_found_by_the_template(template, family):
         assert read(syntax_of(template, tool_parser="none"), text, tools) == [ContentDelta(text)]
 
 
-@pytest.mark.parametrize("template", [GLM, CODER, FUNCTIONARY])
+@pytest.mark.parametrize("template", [INVOKING, FUNCTIONARY])
 def test_calls_of_an_unknown_syntax_stay_text_and_the_log_says_so_once(template, caplog):
     syntax = syntax_of(template)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

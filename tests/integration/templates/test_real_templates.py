@@ -18,6 +18,7 @@ from protocol.chat_template import ChatTemplate, segments_text
 from protocol.syntax.harmony import HARMONY
 from protocol.syntax.model_syntax import ModelSyntax
 from protocol.tools.kinds import Function, ToolUse
+from tests.protocol import test_family_syntaxes as families
 from tests.protocol import test_harmony as harmony
 
 FOLDER = Path(sys.prefix) / "templates"
@@ -34,6 +35,17 @@ HERMES = {
     "ibm-granite-granite-4.0",
     "ibm-granite-granite-4.1",
     "unsloth-Apriel-1.5",
+}
+FAMILIES = {
+    "qwen3_coder": {"NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Qwen3-Coder", "Qwen3.5-4B", "StepFun3.5-Flash"},
+    "seed_oss": {"ByteDance-Seed-OSS"},
+    "glm": {
+        *("GLM-4.6", "GLM-4.7-Flash", "Spark2.5", "inclusionai-ling-3.0-flash"),
+        *("poolside-Laguna-S-2.1", "poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2"),
+    },
+    "minimax": {"MiniMax-M2"},
+    "deepseek_v32": {"deepseek-ai-DeepSeek-V3.2"},
+    "deepseek_v4": {"deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"},
 }
 LLAMA = {f"meta-llama-Llama-{name}-Instruct" for name in ("3.1-8B", "3.2-3B", "3.3-70B")}
 # Templates that cannot show all of a history in any form that we know.
@@ -92,6 +104,8 @@ def test_the_syntax_is_found_and_none_is_guessed(name: str, caplog: pytest.LogCa
     assert (syntax.name == "hermes") == (name in HERMES)
     assert (syntax.name == "llama3") == (name in LLAMA)
     assert (syntax.name == "harmony") == ("gpt-oss" in name)
+    for family, names in FAMILIES.items():
+        assert (syntax.name == family) == (name in names)
     assert len(caplog.records) == (syntax.name == "none")
 
 
@@ -145,3 +159,9 @@ def test_ten_thousand_cuttings_of_constructed_answers_are_read_alike(part: int) 
         assert whole[0] == harmony.plain(parts)
         for seed in range(10):
             assert harmony.read(text, random=Random(10_000 * number + seed)) == whole
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_two_thousand_cuttings_of_answers_of_every_family_are_read_alike(name: str) -> None:
+    families.check_constructed(name, seeds=range(1000, 1220), num_cuttings=10)
+    families.check_damaged(name, seeds=range(1000, 1400))

@@ -1,0 +1,430 @@
+"""The syntaxes of families other than Hermes, Llama 3 and gpt-oss: each with its special tokens and a small template.
+
+For every family a seeded grammar writes answers: reasoning, text, one call or several, nested values, strings that look
+like markup. Each is read whole and cut into pieces at random, whole and damaged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine.detokenizer import Vocabulary
+from engine.messages import SPECIAL_MARK
+from engine.structured.compiler import GrammarCompiler
+from protocol.chat_template import ChatTemplate, segments_text
+from protocol.syntax.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
+from protocol.syntax.model_syntax import ModelSyntax
+from protocol.syntax.parameter_calls import json_value, types_of
+from protocol.syntax.registry import SYNTAXES
+from protocol.tools.kinds import CustomTool, Function, ToolUse
+from tests.engine.helpers import byte_level_tokenizer
+from tests.protocol.wire_helpers import token_bytes
+
+PROPERTIES: dict[str, Any] = {
+    "s": {"type": "string"},
+    "n": {"type": "integer"},
+    "x": {"type": "number"},
+    "b": {"type": "boolean"},
+    "o": {"type": "object"},
+    "a": {"type": "array"},
+    "e": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+SEND = Function(name="send_it", description="Sends.", parameters={"type": "object", "properties": PROPERTIES})
+TIME = Function(name="time.v2-b", description="Says it.")
+TOOLS = ToolUse(functions=(SEND, TIME))
+STRINGS = [
+    "Ulm",
+    "",
+    "12",
+    "null",
+    "True",
+    '{"a": 1}',
+    "[1",
+    'say "hi" \\ \t',
+    "line\nline\n\n  indented",
+    "  padded ",
+    "<b>x</b> </x> <parameter",
+    "水 👩‍🚀",
+    "it's, isn't: {it}",
+]
+VALUES: dict[str, list[Any]] = {
+    "s": STRINGS,
+    "n": [0, -7, 10**12],
+    "x": [1.5, -2e-3, 3],
+    "b": [True, False],
+    "o": [{}, {"k": {"l": [1, "two", None, True]}}, {"q": 'a "b" c'}],
+    "a": [[], [1, [2, {"z": []}]], ["x, y", "l\nm"]],
+    "e": ["maybe", None],
+    "undeclared": [1, 2.5, True, None, [1, {"a": "b"}], {"c": {}}, "just text", "two\nlines"],
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's models write. `template` has the words that tell it, `special` its special tokens."""
+
+    template: str
+    write: Callable[[Sequence[tuple[str, dict[str, Any]]]], str]
+    special: tuple[str, ...] = ()
+    think: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
+    typed: bool = True  # values are plain text, which the schema gives types
+    strings: Sequence[str] = tuple(STRINGS)
+
+
+def messages(call: str, *, calls: tuple[str, str] = ("", ""), result: str = "{{ m.content }}", tools: str = "") -> str:
+    """A template that shows messages as `role: content`, and calls as `call` says."""
+    return (
+        (tools or "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}")
+        + "{% for m in messages %}{% if m.role == 'tool' %}"
+        + result
+        + "{% else %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}"
+        + calls[0]
+        + "{% for c in m.tool_calls %}{% set f = c.function %}"
+        + call
+        + "{% endfor %}"
+        + calls[1]
+        + "{% endif %}{% endif %}\n{% endfor %}assistant: "
+    )
+
+
+def plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def in_parameters(
+    block: tuple[str, str], name: tuple[str, str], key: tuple[str, str], value: tuple[str, str], end: str, *, each: bool
+) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str]:
+    def call(called: tuple[str, dict[str, Any]]) -> str:
+        inside = "".join(f"{key[0]}{k}{key[1]}{value[0]}{plain(v)}{value[1]}" for k, v in called[1].items())
+        return f"{name[0]}{called[0]}{name[1]}{inside}{end}"
+
+    if each:
+        return lambda calls: "\n".join(f"{block[0]}{call(one)}{block[1]}" for one in calls)
+    return lambda calls: block[0] + "\n".join(map(call, calls)) + block[1]
+
+
+ARGUMENTS = "{% for k, v in f.arguments.items() %}"
+PLAIN = "{{ v if v is string else v | tojson }}"
+XML = (
+    "<tool_call>\n<function={{ f.name }}>\n"
+    + ARGUMENTS
+    + f"<parameter={{{{ k }}}}>\n{PLAIN}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>"
+)
+FAMILIES = {
+    "qwen3_coder": Family(
+        messages(XML) + "</think>",
+        in_parameters(
+            ("<tool_call>\n", "\n</tool_call>"),
+            ("<function=", ">\n"),
+            ("<parameter=", ">"),
+            ("\n", "\n</parameter>\n"),
+            "</function>",
+            each=True,
+        ),
+    ),
+    "seed_oss": Family(
+        messages(XML.replace("tool_call>", "seed:tool_call>").replace(f"\n{PLAIN}\n", PLAIN)),
+        in_parameters(
+            ("<seed:tool_call>\n", "\n</seed:tool_call>"),
+            ("<function=", ">\n"),
+            ("<parameter=", ">"),
+            ("", "</parameter>\n"),
+            "</function>",
+            each=True,
+        ),
+        think=("<seed:think>", "</seed:think>"),
+        special=("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+    ),
+    "glm": Family(
+        messages(
+            "\n<tool_call>{{ f.name }}\n"
+            + ARGUMENTS
+            + f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{PLAIN}</arg_value>\n{{% endfor %}}</tool_call>"
+        )
+        + "</think>",
+        in_parameters(
+            ("\n<tool_call>", "</tool_call>"),
+            ("", "\n"),
+            ("<arg_key>", "</arg_key>\n"),
+            ("<arg_value>", "</arg_value>\n"),
+            "",
+            each=True,
+        ),
+        special=("<|observation|>", "<|user|>"),
+    ),
+    "minimax": Family(
+        messages(
+            '<invoke name="{{ f.name }}">'
+            + ARGUMENTS
+            + f'<parameter name="{{{{ k }}}}">{PLAIN}</parameter>{{% endfor %}}</invoke>\n',
+            calls=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+        )
+        + "</think>",
+        in_parameters(
+            ("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+            ('<invoke name="', '">\n'),
+            ('<parameter name="', '">'),
+            ("", "</parameter>\n"),
+            "</invoke>",
+            each=False,
+        ),
+        special=("<minimax:tool_call>", "</minimax:tool_call>", "[e~["),
+    ),
+}
+TAGGED = {  # DeepSeek V3.2 and 4 say of each value whether it is a string
+    "deepseek_v32": "function_calls",
+    "deepseek_v4": "tool_calls",
+}
+
+
+def dsml(block: str) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str]:
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        values = "".join(
+            f'<｜DSML｜parameter name="{k}" string="{"true" if isinstance(v, str) else "false"}">'
+            f"{plain(v)}</｜DSML｜parameter>\n"
+            for k, v in arguments.items()
+        )
+        return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
+
+    return lambda calls: f"\n\n<｜DSML｜{block}>\n{''.join(call(*one) for one in calls)}</｜DSML｜{block}>"
+
+
+FAMILIES |= {
+    name: Family(
+        messages(
+            '<｜DSML｜invoke name="{{ f.name }}">'
+            + ARGUMENTS
+            + f'<｜DSML｜parameter name="{{{{ k }}}}">{PLAIN}</｜DSML｜parameter>{{% endfor %}}</｜DSML｜invoke>',
+            calls=(f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"),
+        )
+        + "</think>",
+        dsml(block),
+        typed=False,
+    )
+    for name, block in TAGGED.items()
+}
+
+
+def template_of(family: Family) -> ChatTemplate:
+    return ChatTemplate(family.template, {}, family.special)
+
+
+IDS = {name: {token: number for number, token in enumerate(family.special)} for name, family in FAMILIES.items()}
+MODELS = {name: ModelSyntax(template_of(family), IDS[name]) for name, family in FAMILIES.items()}
+
+
+def read(
+    name: str, text: str, *, random: Random | None = None, tools: ToolUse = TOOLS, prompt_end: bytes = b""
+) -> tuple[list[Any], frozenset[int]]:
+    """The parts of a text, calls with their arguments, and the indices of the cut calls."""
+    parser = MODELS[name].message_format(tools, prompt_end=prompt_end).parser(token_bytes)
+    for token in sorted(FAMILIES[name].special, key=len):
+        text = text.replace(token, SPECIAL_MARK + token)
+    pieces = [text]
+    if random is not None:
+        places = sorted(random.choices(range(len(text) + 1), k=random.randrange(1, 2 + min(len(text), 60))))
+        pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    parts = join([part for piece in pieces for part in parser.feed_text(piece)] + parser.finish_text())
+    return [part.name if isinstance(part, ToolCallStart) else part for part in parts], frozenset(parser.cut_calls)
+
+
+def valued(parts: list[Any]) -> list[Any]:
+    return [json.loads(part.fragment) if isinstance(part, ToolCallArguments) else part for part in parts]
+
+
+def constructed(name: str, seed: int) -> tuple[str, list[Any]]:
+    """An answer that a seeded grammar writes, and its parts."""
+    random, family = Random(seed), FAMILIES[name]
+    text, parts = "", list[Any]()
+    if MODELS[name].reasoning_tags(b"") and random.random() < 0.5:
+        thought = random.choice(["Two calls.", "Hm, <b>x</b>.\n\nSo:", family.write([("send_it", {"s": "x"})]).strip()])
+        text += f"{family.think[0]}{thought}{family.think[1]}"
+        parts.append(ReasoningDelta(shown(name, thought)))
+    if random.random() < 0.5:
+        words = random.choice(["I look.", "A < b, [so] {it} is (1).", "水 👩‍🚀"])
+        text += words
+        parts.append(ContentDelta(words))
+    calls = []
+    for _ in range(random.randrange(1, 4)):
+        function = random.choice(["send_it", "send_it", "time.v2-b", "other_one"])
+        keys = random.sample([*VALUES], k=random.randrange(5))
+        arguments = {key: random.choice(VALUES[key]) for key in keys}
+        if family.typed and function != "send_it":  # nothing has a type: what looks like JSON is JSON
+            arguments = {key: value for key, value in arguments.items() if key != "s"}
+        calls.append((function, arguments))
+        parts += [function, arguments]
+    return text + family.write(calls), parts
+
+
+def shown(name: str, text: str) -> str:
+    """The text as clients get it, without special tokens."""
+    for token in FAMILIES[name].special:
+        text = text.replace(token, "")
+    return text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_family_is_found_by_the_words_of_its_template(name: str) -> None:
+    assert MODELS[name].name == name
+
+
+def check_constructed(name: str, *, seeds: range, num_cuttings: int) -> None:
+    for seed in seeds:
+        text, parts = constructed(name, seed)
+        whole = read(name, text)
+        assert (valued(whole[0]), whole[1]) == (parts, frozenset()), text
+        for number in range(num_cuttings):
+            assert read(name, text, random=Random(100 * seed + number)) == whole, text
+
+
+def check_damaged(name: str, *, seeds: range) -> None:
+    family = FAMILIES[name]
+    for seed in seeds:
+        random = Random(seed)
+        words = [f"w{number:03d}" for number in range(7)]
+        values = {"s": f"{words[2]} {words[3]}", "o": {"k": words[4]}, "undeclared": words[5]}
+        text = f"{words[0]} {family.write([(words[1], {}), ('send_it', values)])} {words[6]}"
+        for _ in range(random.randrange(1, 3)):
+            place = random.randrange(len(text))
+            match random.randrange(3):
+                case 0:
+                    text = text[:place] + random.choice([*SYNTAXES[name].tags, "{", "}", '"', "\n", "x"]) + text[place:]
+                case 1 if text[place] not in "w0123456789":
+                    text = text[:place] + text[place + 1 :]
+                case _:
+                    text = text[: max(place, 10)]
+        kept = [word for word in words if word in text]
+        whole = read(name, text)
+        assert [word for word in kept if word not in str(whole[0])] == [], text
+        assert read(name, text, random=random) == whole, text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_constructed_answers_are_read_the_same_however_they_are_cut(name: str) -> None:
+    check_constructed(name, seeds=range(30), num_cuttings=2)  # all of them are in tests/integration/templates
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_word_of_a_damaged_answer_is_lost_and_no_cutting_changes_it(name: str) -> None:
+    check_damaged(name, seeds=range(60))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_without_its_end_is_cut_and_one_without_a_whole_name_is_text(name: str) -> None:
+    written = FAMILIES[name].write([("send_it", {"s": "Ulm", "n": 5})])
+    start = written.index("send_it")
+    assert read(name, written)[1] == frozenset()
+    for end in range(start + 1, len(written)):
+        parts, cut = read(name, written[:end])
+        called = "send_it" in parts
+        assert not called or cut == {0} or valued(parts)[1] == {"s": "Ulm", "n": 5}
+        assert called or shown(name, written[:end]).strip() in "".join(part.text for part in parts)
+    assert [part for part in read(name, written[: start + 3])[0] if not isinstance(part, ContentDelta)] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_free_text_of_a_custom_tool_arrives_as_text(name: str) -> None:
+    tools = ToolUse(functions=(CustomTool(name="patch"),))
+    for text in ("a\n+b\n", '{"x": 1}', "12", 'say "hi"'):
+        parts, cut = read(name, FAMILIES[name].write([("patch", {"input": text})]), tools=tools)
+        assert ([getattr(part, "fragment", part) for part in parts], cut) == (["patch", text], frozenset())
+
+
+def turns(random: Random) -> list[dict[str, Any]]:
+    def called(call_id: str, function: str, **arguments: Any) -> dict[str, Any]:
+        return {"id": call_id, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+    return [
+        {"role": "user", "content": "First?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                called("call_a", "send_it", s='Ulm "Mitte"\nnorth', o={"deep": [1, "CET"]}),
+                called("call_b", "time.v2-b", zone=random.choice(["CET", "UTC"])),
+            ],
+        },
+        {"role": "tool", "content": "Rain.", "tool_call_id": "call_a", "name": "send_it"},
+        {"role": "tool", "content": "Noon.", "tool_call_id": "call_b", "name": "time.v2-b"},
+        {"role": "assistant", "content": "Rain at noon."},
+        {"role": "user", "content": "Then?"},
+        {"role": "assistant", "content": "", "tool_calls": [called("call_c", "send_it", s="Bonn")]},
+        {"role": "tool", "content": "Sun.", "tool_call_id": "call_c", "name": "send_it"},
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_three_turns_of_calls_are_shown_to_the_model_in_order_and_read_back(name: str) -> None:
+    shown_messages, tools = MODELS[name].for_template(turns(Random(0)), TOOLS)
+    prompt = segments_text(template_of(FAMILIES[name]).render(shown_messages, tools=tools))
+    words = ["First?", "I look.", "Mitte", "north", "deep", "Rain.", "Noon.", "Rain at noon.", "Then?", "Bonn", "Sun."]
+    places = [prompt.index(word) for word in words if word != "Noon."]
+    assert places == sorted(places)
+    assert all(word in prompt for word in ("Noon.", "time.v2-b", "CET", "Sends."))
+    start = prompt.index("I look.") + len("I look.")
+    replayed = read(name, prompt[start : prompt.index("Rain.")].split("tool:")[0])[0]
+    assert valued(replayed)[:2] == ["send_it", {"s": 'Ulm "Mitte"\nnorth', "o": {"deep": [1, "CET"]}}]
+
+
+TOKENIZER = byte_level_tokenizer()
+TOKENIZER.add_special_tokens(sorted({token for family in FAMILIES.values() for token in family.special} | {"<eos>"}))
+VOCABULARY = Vocabulary(TOKENIZER)
+COMPILER = GrammarCompiler(
+    VOCABULARY, vocab_size=TOKENIZER.get_vocab_size(), eos_token_ids=(TOKENIZER.token_to_id("<eos>"),)
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_demanded_call_is_enforced_and_read(name: str) -> None:
+    schema = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+    demanded = ToolUse(functions=(Function(name="send_it", parameters=schema),), choice="required", named="send_it")
+    grammar = MODELS[name].grammar(demanded, None, prompt_end=b"")
+    [tag] = json.loads(grammar.value)["tags"]
+    written = f'{tag["begin"]}{{"s":"a \\"b\\" {{c}}"}}{tag["end"]}'
+    matcher = COMPILER.compile(grammar).matcher()
+    tokens = TOKENIZER.encode(written, add_special_tokens=False).ids
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
+    parts, cut = read(name, written, tools=demanded)
+    assert (valued(parts), cut) == (["send_it", {"s": 'a "b" {c}'}], frozenset())
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("12", {"type": "string"}, "12"),
+        ("null", {"type": "string"}, "null"),
+        ("12", {"type": "integer"}, 12),
+        ("12.0", {"type": "integer"}, 12),
+        ("12.5", {"type": "integer"}, 12.5),
+        ("twelve", {"type": "integer"}, "twelve"),
+        ("3", {"type": "number"}, 3),
+        ("True", {"type": "boolean"}, True),
+        ("FALSE", {"type": ["boolean", "null"]}, False),
+        ("None", {"type": ["string", "null"]}, None),
+        ("12", {"type": ["string", "null"]}, "12"),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, 12),
+        ("b", {"enum": ["a", "b"]}, "b"),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("1", {"const": 1}, 1),
+        ("{'a': True, 'b': (1, None)}", {"type": "object"}, {"a": True, "b": [1, None]}),
+        ('[1, "x"]', {"type": "array"}, [1, "x"]),
+        ("[1, ", {"type": "array"}, "[1, "),
+        ("NaN", {}, "NaN"),
+        (" 12 ", {}, 12),
+        (" word ", {}, " word "),
+        ("True", {}, "True"),
+        ("12", {"type": 7, "enum": None}, 12),
+        ("12", True, 12),
+        ("[" * 5000, {"type": "array"}, "[" * 5000),
+        ("1" * 5000, {}, "1" * 5000),
+    ],
+)
+def test_a_value_gets_the_type_that_its_schema_gives_it(text: str, schema: Any, value: Any) -> None:
+    assert json.loads(json_value(text, types_of(schema))) == value

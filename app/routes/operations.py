@@ -45,6 +45,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
         "is_batch_invariant": model.engine_info.facts.is_batch_invariant,
         "embedding_size": model.embedding_size,
         "default_sampling_params": model.default_sampling,
+        "tool_syntax": model.prompts.syntax.name,
         "requests_in_flight": server.num_open_requests,
         "queued_seconds": server.admission.queued_seconds,
     }

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from engine.errors import InvalidRequest
-from protocol.chat_template import ChatTemplate, ChatTemplateError, Written, segments_text
+from engine.errors import HeadraceError
+from protocol.chat_template import ChatTemplate, Written, segments_text
+from protocol.errors import ApiError
 from protocol.syntax.record import Message, Syntax, json_of
 from protocol.tools.kinds import Function
 
@@ -76,7 +77,7 @@ def _word() -> str:
 def _rendered(template: ChatTemplate, messages: Sequence[Message], function: Function) -> str | None:
     try:
         return segments_text(template.render(messages, tools=[function.for_template()]))
-    except (InvalidRequest, ChatTemplateError):
+    except (HeadraceError, ApiError):
         return None
 
 

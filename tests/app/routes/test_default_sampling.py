@@ -66,7 +66,7 @@ def test_an_operator_may_prefer_openais_defaults(neutral: Server) -> None:
     path = "/v1/chat/completions"
     assert text(neutral, path) == text(neutral, path, **OPENAI) != text(neutral, path, **AUTHORS)
     info = neutral.client.get("/server_info", headers={"authorization": "Bearer admin"}).json()
-    assert info["settings"]["sampling_defaults"] == "openai"
+    assert (info["settings"]["sampling_defaults"], info["tool_syntax"]) == ("openai", "described")
     told = info["default_sampling_params"]
     assert told == told | OPENAI | {"top_k": 0, "max_tokens": None}
     assert "authors recommend" not in neutral.log

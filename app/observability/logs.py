@@ -67,6 +67,7 @@ def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> No
     root.addHandler(handler)
     set_level(settings.log_level)
     logging.getLogger("hpack").setLevel(logging.INFO)  # of HTTP/2: it would log every header, keys as well
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # of the hub: it would log every address, signed ones as well
     _adopt(logging.getLogger("hypercorn.error"), handler)
     structlog.configure(
         processors=[

@@ -38,7 +38,7 @@ _CHUNK = 2**20  # bytes
 _MOST_AT_ONCE = 2**34  # bytes of a request: content delivery networks refuse more than 50 GB
 _TRIES = 5  # without a byte in between
 _FIRST_PAUSE = 0.5  # seconds, doubled with each try
-_SHA256 = re.compile(r"[0-9a-f]{64}")  # it names a file
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 
 
@@ -47,6 +47,12 @@ class HubFile:
     path: str  # in the repository
     size: int
     sha256: str | None = None  # of large files
+
+    @classmethod
+    def of(cls, listed: Any) -> HubFile:
+        """Return a file of the hub's list. (A sha256 becomes a file's name here.)"""
+        sha256 = listed.lfs.sha256 if listed.lfs else ""
+        return cls(listed.path, listed.size, sha256 if _SHA256.fullmatch(sha256) else None)
 
 
 def fetch_from_hub(
@@ -85,10 +91,7 @@ def _in_words(error: Exception, repo: str, revision: str | None) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"The repository {repo} is gated: accept its terms on its page, then set HF_TOKEN to a token that may "
-            f"read it."
-        )
+        return f"The repository {repo} is gated: accept its terms on its page, then set HF_TOKEN to a token of yours."
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"There is no directory {repo} here and no such repository on the hub (or it is private and HF_TOKEN is "
@@ -228,13 +231,8 @@ class _Repository:
         try:
             api.repo_info(repo, revision=revision)  # fails at once where the next two would try for half a minute
             commit = api.resolve_revision(repo, revision=revision).resolved
-            tree = [
-                HubFile(
-                    each.path, each.size, each.lfs.sha256 if each.lfs and _SHA256.fullmatch(each.lfs.sha256) else None
-                )
-                for each in api.list_repo_tree(repo, recursive=True, revision=commit)
-                if isinstance(each, RepoFile)
-            ]
+            tree = api.list_repo_tree(repo, recursive=True, revision=commit)
+            return cls(repo, commit, [HubFile.of(each) for each in tree if isinstance(each, RepoFile)])
         except errors.RevisionNotFoundError:
             raise
         except Exception as error:  # the hub's library passes on any error of its HTTP client
@@ -245,7 +243,6 @@ class _Repository:
                     logger.warning("The hub cannot be asked for %s (%s): its files in the cache are used", repo, kind)
                     return cached
             raise
-        return cls(repo, commit, tree)
 
     @classmethod
     def in_cache(cls, repo: str, commit: str) -> _Repository:
@@ -262,16 +259,22 @@ class _Repository:
     def fetch(self, files: Sequence[HubFile], progress: Progress) -> Path:
         """Download what is missing of the files, and return the directory that holds them by their paths."""
         from huggingface_hub import snapshot_download
-        from huggingface_hub.utils import disable_progress_bars
+        from tqdm.auto import tqdm
+
+        class Silent(tqdm):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **{**kwargs, "disable": True})
 
         blobs = cache_folder(self.name) / "blobs"
         missing = {file.sha256: file for file in files if file.sha256 and not (blobs / file.sha256).exists()}
         if missing:
             _Download(self, blobs, missing, progress).run()
-        disable_progress_bars()
-        patterns = [escape(each.path) for each in files]
-        folder = snapshot_download(
-            self.name, revision=self.commit, allow_patterns=patterns, local_files_only=self.is_cached
+        folder = snapshot_download(  # of the other files, and what gives all files their names
+            self.name,
+            revision=self.commit,
+            allow_patterns=[escape(each.path) for each in files],
+            local_files_only=self.is_cached,
+            tqdm_class=Silent,
         )
         return Path(folder)
 

@@ -278,3 +278,17 @@ def test_a_host_that_no_header_would_match_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="allowed_hosts: got .* without scheme, port, path or pattern"):
         load_settings({"allowed_hosts": [name]})
     assert load_settings({"allowed_hosts": "LLM.example.com, *"}).allowed_hosts == ("LLM.example.com", "*")
+
+
+def test_a_gguf_file_is_one_of_the_repository_or_of_the_directory(tmp_path: Path) -> None:
+    def source(model: str) -> str:
+        return load_settings({"model": model, "gguf_file": "Q6_K/a.gguf"}).model_source
+
+    assert source("org/name") == "org/name:Q6_K/a.gguf"
+    assert source("org/name@v2") == "org/name:Q6_K/a.gguf@v2"
+    assert source(str(tmp_path)) == str(tmp_path / "Q6_K/a.gguf")
+    assert load_settings({"model": "org/name:Q4_K_M@v2"}).model_source == "org/name:Q4_K_M@v2"
+    with pytest.raises(
+        SettingsError, match=r"gguf_file \(Q6_K/a.gguf\) names a file of model, which names a quantization"
+    ):
+        source("org/name:Q4_K_M")

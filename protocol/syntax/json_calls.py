@@ -1,4 +1,4 @@
-"""Calls written as JSON: one object, an array of objects, or a name and the JSON of its arguments.
+"""Calls written as JSON: one object, an array of objects, or a name and the JSON of its arguments, between tags or not.
 
 An object is ``{"name": "f", "arguments": {...}}``. Its arguments may also be called ``parameters`` (Llama), may be a
 string that holds the JSON (OpenAI's own form), and may come before the name; then they wait for it. Otherwise they are
@@ -15,6 +15,7 @@ from collections.abc import Container
 from protocol.syntax.call_reader import Block, BlockState, CallSink
 from protocol.syntax.json_scanner import JsonScanner
 from protocol.syntax.reasoning import SpecialTags, find_tag
+from protocol.syntax.record import Reading
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _OTHERS = frozenset({"type", "id"})  # seen in the wild, read over
@@ -190,7 +191,7 @@ _MAX_HEAD = 256  # characters of name and id
 
 
 class CallList:
-    """The inside of a block of Mistral's: an array of calls, or one call by its name."""
+    """The inside of a block of Mistral's or Granite's: an array of calls, one object, or one call by its name."""
 
     def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
         self.state = BlockState.MORE
@@ -206,7 +207,9 @@ class CallList:
             size = len(text) - len(start)
             if not start:
                 return size
-            if not self._expects and start[0] != "[":
+            if not self._expects and start[0] == "{":
+                self._call = CallObject(self._sink)
+            elif not self._expects and start[0] != "[":
                 self._call = _NamedCall(self._tags, self._sink)
             elif start[0] not in (self._expects or "["):
                 self.state = BlockState.BROKEN
@@ -243,8 +246,9 @@ class _NamedCall:
                 self.state = BlockState.BROKEN
             return 0
         head = text[: found[0]]
-        name = head.partition(self._call_id)[0].partition(self._arguments_tag)[0].strip()
-        if len(head) > _MAX_HEAD or not _FUNCTION_NAME.fullmatch(name):
+        start, _, rest = head.partition(self._arguments_tag)
+        name = start.partition(self._call_id)[0].strip()
+        if len(head) > _MAX_HEAD or rest.strip() or not _FUNCTION_NAME.fullmatch(name):
             self.state = BlockState.BROKEN
             return 0
         self._sink.start(name)
@@ -258,6 +262,77 @@ class _NamedCall:
             self._sink.end_arguments()
             self._sink.end()
             self.state = BlockState.DONE
+        elif scanner.is_broken:
+            self.state = BlockState.BROKEN
+        return end
+
+
+# ------------------------------------------------------------------------------------------------------------- sections
+# A section of calls, each between tags: DeepSeek's and Kimi's.
+
+
+class SectionCalls:
+    """The inside of a section. `tags` begin a call, stand in its head, end it and end the section.
+
+    `head` is a regular expression of the text before the arguments, with NAME for the function and TAG for its tag.
+    """
+
+    def __init__(self, tags: tuple[str, str, str, str], head: str, reading: Reading, sink: CallSink) -> None:
+        self.state = BlockState.MORE
+        self._begin, tag, self._end, self._section_end = map(reading.tags.stand_in, tags)
+        self._head = re.compile(head.replace("TAG", re.escape(tag)).replace("NAME", f"({_FUNCTION_NAME.pattern})"))
+        self._sink = sink
+        self._is_in_head = False
+        self._is_in_call = False
+        self._scanner: JsonScanner | None = None
+
+    def step(self, text: str) -> int:
+        if self._is_in_head:
+            return self._read_head(text)
+        if self._scanner is not None:
+            return self._arguments(text, self._scanner)
+        rest = text.lstrip("` \t\r\n")  # of ```json
+        size = len(text) - len(rest)
+        expected = [self._end] if self._is_in_call else [self._begin, self._section_end]
+        tag = next((each for each in expected if rest.startswith(each)), None)
+        if tag is None:
+            if not any(each.startswith(rest) for each in expected):
+                self.state = BlockState.BROKEN
+            return size
+        if self._is_in_call:
+            self._sink.end()
+            self._is_in_call = False
+        elif tag == self._section_end:
+            self.state = BlockState.DONE
+        else:
+            self._is_in_head = True
+        return size + len(tag)
+
+    def _read_head(self, text: str) -> int:
+        found = find_tag(text, ["{", self._end])
+        if found is None:
+            if len(text) > _MAX_HEAD + len(self._end):
+                self.state = BlockState.BROKEN
+            return 0
+        head = self._head.fullmatch(text[: found[0]])
+        if head is None or found[0] > _MAX_HEAD:
+            self.state = BlockState.BROKEN
+            return 0
+        self._sink.start(next(filter(None, head.groups())))
+        self._is_in_head, self._is_in_call = False, True
+        if found[1] == "{":
+            self._scanner = JsonScanner()
+        else:
+            self._sink.arguments("{}")
+            self._sink.end_arguments()
+        return found[0]
+
+    def _arguments(self, text: str, scanner: JsonScanner) -> int:
+        end = scanner.scan(text)
+        self._sink.arguments(text[:end])
+        if scanner.is_done:
+            self._sink.end_arguments()
+            self._scanner = None
         elif scanner.is_broken:
             self.state = BlockState.BROKEN
         return end

@@ -7,22 +7,26 @@ unknown syntax: what its model writes stays text.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import string
-from collections.abc import Callable, Container
-from dataclasses import replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from protocol.chat_template import Markup, Written
 from protocol.syntax.call_reader import Block, CallSink
 from protocol.syntax.harmony import HARMONY
-from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject
+from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject, SectionCalls
 from protocol.syntax.parameter_calls import Form, ParameterCalls
 from protocol.syntax.reasoning import ReasoningTags
 from protocol.syntax.record import Reading, Syntax
+from protocol.tools.kinds import Function
 
 ToolParser = Literal[
-    *("auto", "harmony", "mistral", "qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"),
+    *("auto", "harmony", "mistral_v11", "mistral", "granite", "phi4_mini", "deepseek_v3", "deepseek_v31", "kimi_k2"),
+    *("qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"),
     *("hermes", "llama3", "none"),
 ]
 """The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
@@ -69,6 +73,75 @@ MISTRAL = Syntax(
     end_tokens=("</s>",),
     new_call_id=_new_mistral_id,
     known_call_id=_known_mistral_id,
+)
+MISTRAL_V11 = replace(
+    MISTRAL,
+    name="mistral_v11",
+    matches=template_has("[TOOL_CALLS]", ARGUMENTS),
+    before=f"[TOOL_CALLS]NAME{ARGUMENTS}",
+    after="",
+)
+GRANITE = Syntax(  # 3; Granite 4 writes Hermes's form
+    name="granite",
+    matches=template_has("<|tool_call|>"),
+    opening="<|tool_call|>",
+    block=lambda reading, sink: CallList(reading.tags, sink),
+    before='<|tool_call|>[{"name": "NAME", "arguments": ',
+    after="}]",
+    end_tokens=("<|end_of_text|>",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Phi(Syntax):
+    def declaration(self, functions: Sequence[Function]) -> Written:
+        listed = json.dumps([each.for_template()["function"] for each in functions], ensure_ascii=False)
+        return Written(Markup("<|tool|>"), listed, Markup("<|/tool|>"))
+
+
+PHI4_MINI = _Phi(  # its template shows neither calls nor the tools of a request
+    name="phi4_mini",
+    matches=lambda template, special_tokens: "<|tool|>" in template and "<|tool_call|>" in special_tokens,
+    opening="<|tool_call|>",
+    closing="<|/tool_call|>",
+    other_tags=("<|tool|>", "<|/tool|>"),
+    block=GRANITE.block,
+    before=GRANITE.before,
+    after="}]<|/tool_call|>",
+    end_tokens=("<|end|>",),
+)
+_SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _SECTION_END)
+DEEPSEEK_V31 = Syntax(
+    name="deepseek_v31",
+    matches=template_has(_SECTION),
+    opening=_SECTION,
+    other_tags=_DEEPSEEK,
+    block=partial(SectionCalls, _DEEPSEEK, r"\s*(?:function\s*TAG\s*NAME\s*(?:```json)?|NAME\s*TAG)\s*"),
+    before=f"{_SECTION}{_DEEPSEEK[0]}NAME{_DEEPSEEK[1]}",
+    after=f"{_DEEPSEEK[2]}{_SECTION_END}",
+    end_tokens=("<｜end▁of▁sentence｜>",),
+)
+DEEPSEEK_V3 = replace(  # and R1
+    DEEPSEEK_V31,
+    name="deepseek_v3",
+    matches=template_has(_SECTION, "```json"),
+    before=f"{_SECTION}{_DEEPSEEK[0]}function{_DEEPSEEK[1]}NAME\n```json\n",
+    after=f"\n```{_DEEPSEEK[2]}{_SECTION_END}",
+)
+_KIMI_SECTION = "<|tool_calls_section_begin|>"
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
+KIMI_K2 = Syntax(
+    name="kimi_k2",
+    matches=template_has(_KIMI_SECTION),
+    opening=_KIMI_SECTION,
+    other_tags=_KIMI,
+    block=partial(SectionCalls, _KIMI, r"\s*(?:functions\.)?NAME(?::[0-9]+)?\s*TAG\s*"),
+    before=f"{_KIMI_SECTION}{_KIMI[0]}functions.NAME:0{_KIMI[1]}",
+    after="".join(_KIMI[2:]),
+    end_tokens=("<|im_end|>",),
+    new_call_id=lambda name, number: f"functions.{name}:{number}",
+    known_call_id=lambda call_id, name, number: f"functions.{name}:{number}",
 )
 HERMES = Syntax(  # of Qwen 2.5 and 3, and many others
     name="hermes",
@@ -159,7 +232,8 @@ DESCRIBED = replace(HERMES, name="described", matches=lambda template, special_t
 SYNTAXES = {
     each.name: each
     for each in (
-        *(HARMONY, MISTRAL, QWEN3_CODER, SEED_OSS, GLM, MINIMAX, DEEPSEEK_V32, DEEPSEEK_V4),
+        *(HARMONY, MISTRAL_V11, MISTRAL, GRANITE, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2),
+        *(QWEN3_CODER, SEED_OSS, GLM, MINIMAX, DEEPSEEK_V32, DEEPSEEK_V4),
         *(HERMES, LLAMA3),
     )
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -209,6 +209,64 @@ FAMILIES |= {
     )
     for name, block in TAGGED.items()
 }
+
+
+def in_sections(
+    section: tuple[str, str], call: tuple[str, str, str, str]
+) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str]:
+    """Calls of JSON: `call` is the text before the name, before and behind the arguments, and between two calls."""
+    return lambda calls: (
+        section[0]
+        + call[3].join(f"{call[0]}{name}{call[1]}{plain(arguments)}{call[2]}" for name, arguments in calls)
+        + section[1]
+    )
+
+
+def in_json(
+    section: tuple[str, str], call: tuple[str, str, str, str]
+) -> tuple[str, Callable[[Sequence[tuple[str, dict[str, Any]]]], str]]:
+    template = messages(f"{call[0]}{{{{ f.name }}}}{call[1]}{{{{ f.arguments | tojson }}}}{call[2]}", calls=section)
+    return template, in_sections(section, call)
+
+
+DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+KIMI = tuple(f"<|tool_{name}|>" for name in ("calls_section_begin", "calls_section_end", "call_begin", "call_end"))
+KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+PHI = ("<|tool_call|>", "<|/tool_call|>", "<|tool|>", "<|/tool|>")
+for name, template, write, special in (
+    (
+        "deepseek_v3",
+        *in_json(DEEPSEEK[:2], (f"{DEEPSEEK[2]}function{DEEPSEEK[4]}", "\n```json\n", f"\n```{DEEPSEEK[3]}", "\n")),
+        DEEPSEEK,
+    ),
+    ("deepseek_v31", *in_json(DEEPSEEK[:2], (DEEPSEEK[2], DEEPSEEK[4], DEEPSEEK[3], "")), ()),
+    (
+        "kimi_k2",
+        *in_json(KIMI[:2], (f"{KIMI[2]}functions.", f":7{KIMI_ARGUMENTS}", KIMI[3], "")),
+        (*KIMI, KIMI_ARGUMENTS),
+    ),
+    (
+        "granite",
+        *in_json(("<|tool_call|>[", "]"), ('{"name": "', '", "arguments": ', "}", ", ")),
+        ("<|tool_call|>", "<|end_of_text|>"),
+    ),
+    (
+        "phi4_mini",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if m.tools %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}<|end|>{% endfor %}",
+        in_sections((f"{PHI[0]}[", f"]{PHI[1]}"), ('{"name": "', '", "arguments": ', "}", ", ")),
+        PHI,
+    ),
+    (
+        "mistral_v11",
+        *in_json(("", ""), ("[TOOL_CALLS]", "[ARGS]", "", "")),
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    ),
+):
+    FAMILIES[name] = Family(template, write, special, typed=False)
+FAMILIES["mistral_v11"] = replace(
+    FAMILIES["mistral_v11"], template=f"[/THINK]{FAMILIES['mistral_v11'].template}", think=("[THINK]", "[/THINK]")
+)
 
 
 def template_of(family: Family) -> ChatTemplate:
@@ -428,3 +486,24 @@ def test_a_demanded_call_is_enforced_and_read(name: str) -> None:
 )
 def test_a_value_gets_the_type_that_its_schema_gives_it(text: str, schema: Any, value: Any) -> None:
     assert json.loads(json_value(text, types_of(schema))) == value
+
+
+def test_kimis_ids_count_the_calls_of_the_whole_conversation() -> None:
+    text = FAMILIES["kimi_k2"].write([("send_it", {}), ("send_it", {})])
+    parser = MODELS["kimi_k2"].message_format(TOOLS, prompt_end=b"", num_calls=3).parser(token_bytes)
+    for token in (*KIMI, KIMI_ARGUMENTS):
+        text = text.replace(token, SPECIAL_MARK + token)
+    ids = [part.call_id for part in parser.feed_text(text) if isinstance(part, ToolCallStart)]
+    assert ids == ["functions.send_it:3", "functions.send_it:4"]
+    replayed, _ = MODELS["kimi_k2"].for_template(turns(Random(0)), TOOLS)
+    of_calls = [call["id"] for message in replayed for call in message.get("tool_calls", ())]
+    assert of_calls == ["functions.send_it:0", "functions.time.v2-b:1", "functions.send_it:2"]
+    assert [message["tool_call_id"] for message in replayed if message["role"] == "tool"] == of_calls
+
+
+def test_phi_gets_its_tools_between_its_own_tags() -> None:
+    shown_messages, tools = MODELS["phi4_mini"].for_template(turns(Random(0)), TOOLS)
+    segments = template_of(FAMILIES["phi4_mini"]).render(shown_messages, tools=tools)
+    assert tools is None
+    assert segments_text(segments).startswith('<|system|><|tool|>[{"name": "send_it", "description": "Sends."')
+    assert all(not is_plain for _, is_plain in segments)

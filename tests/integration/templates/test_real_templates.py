@@ -44,6 +44,19 @@ FAMILIES = {
         *("poolside-Laguna-S-2.1", "poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2"),
     },
     "minimax": {"MiniMax-M2"},
+    "mistral_v11": {
+        "Mistral-Small-3.2-24B-Instruct-2506",
+        "mistralai-Ministral-3-14B-Reasoning-2512",
+        "unsloth-mistral-Devstral-Small-2507",
+    },
+    "granite": {"ibm-granite-granite-3.3-2B-Instruct"},
+    "deepseek_v3": {
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+        "llama-cpp-deepseek-r1",
+    },
+    "deepseek_v31": {"deepseek-ai-DeepSeek-V3.1"},
+    "kimi_k2": {"Kimi-K2-Instruct", "Kimi-K2-Thinking", "moonshotai-Kimi-K2"},
     "deepseek_v32": {"deepseek-ai-DeepSeek-V3.2"},
     "deepseek_v4": {"deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"},
 }

@@ -261,12 +261,22 @@ def parts_of(spec: object) -> Iterator[Part]:
     return (record for record in records_of(spec) if isinstance(record, Part))
 
 
+def norm_of_layer(
+    config: ModelConfig, index: int, name: str, gguf: str, size: int | None = None, **more: Any
+) -> RMSNormSpec:
+    """Return a norm by its names within a layer; `size` None: of the residual stream."""
+    size = config.hidden_size if size is None else size
+    return RMSNormSpec(
+        Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (size,), **more), config.rms_norm_eps
+    )
+
+
 def llama_layer(
     config: ModelConfig, index: int, *, gguf_interleaved: bool = False, interleaved: bool = False
 ) -> LayerSpec:
     """Return a layer of Llama, which most families share. Pairs that rotate are neighbours in files of either kind if
     `interleaved`, or in GGUF files alone."""
-    hidden, inner, dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     rotary = dim if config.rotary_dim is None else config.rotary_dim
     order = HeadOrder(dim, rotary, interleaved) if interleaved or rotary != dim else None
     orders = {"order": order, "gguf_order": HeadOrder(dim, rotary, True) if gguf_interleaved else order}
@@ -276,7 +286,7 @@ def llama_layer(
         return Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", shape, **more)
 
     def norm(name: str, gguf: str, size: int, **more: Any) -> RMSNormSpec:
-        return RMSNormSpec(part(name, gguf, size, **more), eps)
+        return norm_of_layer(config, index, name, gguf, size, **more)
 
     def projection(letter: str, heads: int, **more: Any) -> Part:
         name, gguf = f"self_attn.{letter}_proj", f"attn_{letter}"

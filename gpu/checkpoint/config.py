@@ -46,7 +46,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 def longrope_attention_factor(factor: float, original: int) -> float:
     """Return longrope's factor for contexts `factor` times as long as the original ones (Ding et al.,
     arXiv:2402.13753)."""
-    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    return math.sqrt(1.0 + math.log(factor) / math.log(max(original, 2))) if factor > 1.0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from gpu.checkpoint.config import (
     check_chat_template,
     check_field,
     every_nth,
-    longrope_attention_factor,
     shown,
 )
 from gpu.checkpoint.embedder import embedder_of_gguf
@@ -32,7 +31,7 @@ from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor, QuantizedRows
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
-from gpu.checkpoint.hf_config import FULL, SLIDING, check_config, linear_or_yarn
+from gpu.checkpoint.hf_config import FULL, SLIDING, check_config, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.tensors import check_shapes, reordered, rows_of, sliced
 
@@ -105,7 +104,7 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
         if found and several in (None, tensor.shape[0]):
             for part in found:
                 yield part.weight_name if kind == "weight" else f"{part.name}.{kind}", tensor, part
-        elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS):  # which the configuration has
+        elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS.values()):  # which the configuration has
             yield name, tensor, None
 
 
@@ -115,7 +114,7 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
-_ROPE_DIVISORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+_ROPE_DIVISORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -204,20 +203,10 @@ def _rope_scaling(
     if _ROPE_FREQUENCIES in file.tensors:
         return _llama3_scaling(file, rope_theta, head_dim)
     architecture = file.require("general.architecture", str)
-    if all(name in file.tensors for name in _ROPE_DIVISORS):
+    if all(name in file.tensors for name in _ROPE_DIVISORS.values()):
+        divisors = {key: file.read(name).ravel().tolist() for key, name in _ROPE_DIVISORS.items()}
         longest = numbers.integer("max_position_embeddings")
-        original = numbers.integer("original_max_position_embeddings", longest)
-        factor = longest / original
-        usual = longrope_attention_factor(factor, original)
-        short, long = (tuple(file.read(name).ravel().tolist()) for name in _ROPE_DIVISORS)
-        return RopeScaling(
-            rope_type="longrope",
-            factor=factor,
-            original_max_position_embeddings=original,
-            short_factors=short,
-            long_factors=long,
-            attention_factor=numbers.number("longrope_attention_factor", usual),
-        )
+        return longrope(numbers, longest, divisors, file.path.name, "longrope_attention_factor")
     kind = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if kind == "none":
         return None

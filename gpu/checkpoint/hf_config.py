@@ -67,6 +67,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
 
     sizes = fields.sizes()
     num_layers = sizes["num_hidden_layers"]
+    rotated = fields.number("partial_rotary_factor", 1.0) if family.partial_rotary else 1.0
     without_rope = _layers_without_rope(values, fields, num_layers, family, source)
     sliding_window, layer_types = _windows(values, fields, num_layers, without_rope, family, source)
     config = ModelConfig(
@@ -76,7 +77,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=fields.number("rope_theta", 10000.0),
         rope_scaling=_rope_scaling(values["rope_parameters"], fields, family, source),
-        rotary_dim=_rotary_dim(fields, sizes["head_dim"], family),
+        rotary_dim=None if rotated == 1.0 else int(sizes["head_dim"] * rotated),
         layers_without_rope=without_rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=bias,
@@ -188,13 +189,10 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
             family = FAMILIES[architecture]
             text = values.get("text_config")
             if architecture.endswith("ForConditionalGeneration") and isinstance(text, dict) and "model_type" in text:
-                found = [each for each in FAMILIES.values() if each.model_type == text["model_type"]]
-                family = found[0] if found else family
-                if not found:
-                    raise ModelError(
-                        f"{source}: the text model of {architecture} has model_type={shown(text['model_type'])}, which "
-                        f"is not supported."
-                    )
+                kind, by_type = text["model_type"], {each.model_type: each for each in FAMILIES.values()}
+                if kind not in by_type:
+                    raise ModelError(f"{source}: {architecture} of a text model {shown(kind)} is not supported.")
+                family = by_type[kind]
             if model_type != family.model_type and model_type in {each.model_type for each in FAMILIES.values()}:
                 raise ModelError(
                     f"{source}: config.json contradicts itself: architectures={architecture}, but "
@@ -212,7 +210,7 @@ def _rope_scaling(rope: Mapping[str, Any], config: _Fields, family: Architecture
     kind = family.rope_types.get(rope["rope_type"], rope["rope_type"])
     if family.query_scaling and kind != "yarn":
         raise ModelError(f"{source}: rope_type={shown(kind)} is not supported for {family.name}; it must be 'yarn'.")
-    if kind == "default":
+    if kind == "default" and "short_factor" not in rope:
         return None
     if kind in ("linear", "yarn"):
         scaling = linear_or_yarn(kind, fields, truncate=fields.flag("truncate", True))
@@ -226,34 +224,33 @@ def _rope_scaling(rope: Mapping[str, Any], config: _Fields, family: Architecture
             original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
         )
     if kind == "longrope":
-        longest = config.integer("max_position_embeddings")
-        original = fields.integer("original_max_position_embeddings", longest)
-        factor = fields.number("factor", longest / original)
-        return RopeScaling(
-            rope_type="longrope",
-            factor=factor,
-            original_max_position_embeddings=original,
-            short_factors=_divisors(rope, "short_factor", source),
-            long_factors=_divisors(rope, "long_factor", source),
-            attention_factor=fields.number("attention_factor", longrope_attention_factor(factor, original)),
-        )
+        return longrope(fields, config.integer("max_position_embeddings"), rope, source)
     raise ModelError(
-        f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3, linear, longrope and yarn. "
-        f"Taking it out of config.json gives the model its original context."
+        f"{source}: RoPE scaling {shown(rope['rope_type'])} is not supported; supported are llama3, linear, longrope "
+        f"and yarn. Taking it out of config.json gives the model its original context."
     )
 
 
-def _divisors(rope: Mapping[str, Any], name: str, source: str) -> tuple[float, ...]:
-    values = rope.get(name)
-    if not isinstance(values, list):
-        raise ModelError(f"{source}: {name} in config.json must be a list of numbers, got {shown(values)}.")
-    return tuple(check_field(FIELDS["factor"], value, key=f"{name} in config.json", source=source) for value in values)
-
-
-def _rotary_dim(fields: _Fields, head_dim: int, family: Architecture) -> int | None:
-    """Return the dimensions of a head that rotate, None if all do."""
-    factor = fields.number("partial_rotary_factor", 1.0) if family.partial_rotary else 1.0
-    return None if factor == 1.0 else int(head_dim * factor)
+def longrope(
+    numbers: Numbers, longest: int, divisors: Mapping[str, Any], source: str, attention_factor: str = "attention_factor"
+) -> RopeScaling:
+    """Return longrope of a header of contexts up to `longest`, which has the attention factor under that name."""
+    factors: list[tuple[float, ...]] = []
+    for name in ("short_factor", "long_factor"):
+        if not isinstance(values := divisors.get(name), list):
+            raise ModelError(f"{source}: {name} in config.json must be a list of numbers, got {shown(values)}.")
+        factors.append(tuple(check_field(FIELDS["factor"], each, key=name, source=source) for each in values))
+    original = numbers.integer("original_max_position_embeddings", longest)
+    factor = numbers.number("factor", longest / original)
+    usual = longrope_attention_factor(factor, original)
+    return RopeScaling(
+        rope_type="longrope",
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=numbers.number(attention_factor, usual),
+        short_factors=factors[0],
+        long_factors=factors[1],
+    )
 
 
 def _layers_without_rope(
@@ -421,7 +418,7 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
     by_kind = "rope_local_base_freq" in family.numbers  # layers with a window have their own rotation
     if by_kind:
         new, found["rope_local_base_freq"] = _of_full_layers(values, new, source)
-    elif kind := next((kind for kind in (FULL, SLIDING) if kind in new), None):
+    elif kind := next((kind for kind in (FULL, SLIDING) if kind in (*new, *old)), None):
         raise ModelError(f"{source}: {kind} of rope_parameters in config.json is not supported for {family.name}.")
     if by_kind and old.get("type", "default") != "default" and old.get("rope_type") is None:
         raise ModelError(
@@ -441,11 +438,14 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
                 f"rope_parameters and takes {default:g}. Move the keys of rope_scaling to rope_parameters."
             )
     scaling = old or new
+    if by_kind and scaling.get("truncate") is False:
+        raise ModelError(f"{source}: transformers ignores truncate=false of {family.name}. Leave it out.")
     original = "original_max_position_embeddings"
     for name in ("rope_theta", "partial_rotary_factor", original):
+        usual = family.defaults.get(name) if scaling and name == original else None
         found[name] = _agreed(
             {
-                name: values.get(name, family.defaults.get(name) if scaling and name == original else None),
+                name: usual if values.get(name) is None else values[name],
                 f"rope_scaling.{name}": old.get(name),
                 f"rope_parameters.{name}": new.get(name),
             },

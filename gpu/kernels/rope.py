@@ -39,17 +39,9 @@ def rope_and_cache(
     their position (Ministral 3). All arithmetic is float32, rounded once.
     """
     if not on_triton(qkv):
-        return rope_and_cache_reference(
-            qkv,
-            positions,
-            table,
-            kv_cache,
-            slot_mapping,
-            num_heads=num_heads,
-            qk_norm=qk_norm,
-            eps=eps,
-            query_scales=query_scales,
-        )
+        where = (qkv, positions, table, kv_cache, slot_mapping)
+        more = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": eps, "query_scales": query_scales}
+        return rope_and_cache_reference(*where, **more)  # type: ignore[arg-type]
     num_tokens = qkv.shape[0]
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     if num_tokens:

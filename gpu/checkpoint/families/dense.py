@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from gpu.checkpoint import architecture
-from gpu.checkpoint.architecture import LLAMA_VALUES, PARTIAL_VALUES, Architecture, LayerSpec, Part, RMSNormSpec
+from gpu.checkpoint.architecture import LLAMA_VALUES, PARTIAL_VALUES, Architecture, LayerSpec, RMSNormSpec
 from gpu.checkpoint.config import HeaderField, ModelConfig
 
 # Converters of Llama and its relatives interleave the halves of each head for ggml's rotation.
@@ -63,7 +63,7 @@ PHI3 = Architecture(
     nullable=frozenset({"sliding_window", "num_key_value_heads"}),
     window_keys=frozenset({"sliding_window"}),
     partial_rotary=True,
-    rope_types={"su": "longrope", "yarn": "longrope"},
+    rope_types={"su": "longrope", "yarn": "longrope", "linear": "", "llama3": ""},  # transformers refuses the last two
     layer=_phi3_layer,
 )
 
@@ -153,16 +153,9 @@ SMOLLM3 = Architecture(
 # OLMo 2 and 3: norms behind attention and network instead of before, and over all heads of queries and keys at once.
 def _olmo_layer(config: ModelConfig, index: int) -> LayerSpec:
     layer = architecture.llama_layer(config, index)
-    attention, hidden = layer.attention, config.hidden_size
-
-    def norm(name: str, gguf: str, size: int) -> RMSNormSpec:
-        return RMSNormSpec(Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (size,)), config.rms_norm_eps)
-
-    query, key, _ = attention.qkv
-    norms = (
-        norm("self_attn.q_norm", "attn_q_norm", query.shape[0]),
-        norm("self_attn.k_norm", "attn_k_norm", key.shape[0]),
-    )
+    attention, norm = layer.attention, partial(architecture.norm_of_layer, config, index)
+    query, key, _ = (part.shape[0] for part in attention.qkv)
+    norms = norm("self_attn.q_norm", "attn_q_norm", query), norm("self_attn.k_norm", "attn_k_norm", key)
     is_local = attention.heads.window is not None
     return replace(
         layer,
@@ -173,9 +166,9 @@ def _olmo_layer(config: ModelConfig, index: int) -> LayerSpec:
             norm_together=True,
             rope=architecture.Rope(config.numbers["rope_local_base_freq"]) if is_local else attention.rope,
         ),
-        attention_post_norm=norm("post_attention_layernorm", "post_attention_norm", hidden),
+        attention_post_norm=norm("post_attention_layernorm", "post_attention_norm"),
         feed_forward_norm=None,
-        feed_forward_post_norm=norm("post_feedforward_layernorm", "post_ffw_norm", hidden),
+        feed_forward_post_norm=norm("post_feedforward_layernorm", "post_ffw_norm"),
     )
 
 
@@ -208,10 +201,7 @@ def _glm_layer(config: ModelConfig, index: int) -> LayerSpec:
 
 
 def _glm4_layer(config: ModelConfig, index: int) -> LayerSpec:
-    def norm(name: str, gguf: str) -> RMSNormSpec:
-        part = Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,))
-        return RMSNormSpec(part, config.rms_norm_eps)
-
+    norm = partial(architecture.norm_of_layer, config, index)
     return replace(
         _glm_layer(config, index),
         attention_post_norm=norm("post_self_attn_layernorm", "post_attention_norm"),

@@ -45,12 +45,7 @@ def _layer(config: ModelConfig, index: int, *, largest: int) -> architecture.Lay
     attention, inner = layer.attention, layer.feed_forward
     assert isinstance(inner, architecture.SwiGLUSpec)
 
-    def norm(name: str, gguf: str) -> architecture.RMSNormSpec:
-        part = architecture.Part(
-            f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,), offset=1.0
-        )
-        return architecture.RMSNormSpec(part, config.rms_norm_eps)
-
+    norm = partial(architecture.norm_of_layer, config, index, offset=1.0)
     by_layers = config.hidden_size / config.num_attention_heads if config.num_hidden_layers == largest else None
     scalar = numbers.get("query_pre_attn_scalar") or by_layers or config.head_dim
     heads = replace(attention.heads, scale=float(scalar) ** -0.5, softcap=numbers.get("attn_logit_softcapping") or None)

@@ -56,6 +56,11 @@ MIXTURES: dict[str, ModelConfig] = {
         dense_layers=(1,),
         numbers=EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": False},
     ),
+    "qwen2-moe": small_model(
+        architecture="Qwen2MoeForCausalLM",
+        attention_bias=True,
+        numbers=EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    ),
     "gpt-oss": small_model(
         architecture="GptOssForCausalLM",
         attention_bias=True,
@@ -124,6 +129,7 @@ def test_ranks_that_share_memory(tp: int, pp: int, tmp_path: Path) -> None:
         (small_model(**wide), OPTIONS),
         (small_model(**wide), replace(OPTIONS, dtype="auto")),
         (small_model(architecture="Gemma2ForCausalLM", **GEMMA, **wide), replace(OPTIONS, dtype="auto")),
+        (replace(MIXTURES["qwen2-moe"], **wide), replace(OPTIONS, dtype="auto")),
     ]
     expected = [alone(case) for case in cases]
     assert run(tp, pp, tmp_path, cases, say, join_memory) == [expected] * (tp * pp)

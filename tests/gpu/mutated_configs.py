@@ -1,0 +1,228 @@
+"""Configurations of the dense families with a few random changes: each is refused by name, or gives the logits of
+transformers. `python -m tests.gpu.mutated_configs NAME FIRST COUNT` tries many by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from gpu.checkpoint import ModelError, open_model
+from gpu.weights.tensors import weights_of
+from tests.engine.helpers import byte_level_tokenizer
+from tests.gpu.dense_models import DENSE, FULL, GROWING, MSCALES, SLIDING, WINDOWS, YARN, longrope
+from tests.gpu.oracles import Runner, build, expected, prompt
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
+BY_KIND = [
+    {FULL: YARN, SLIDING: DEFAULT},
+    {FULL: DEFAULT, SLIDING: DEFAULT | {"rope_theta": 50.0}},
+    {FULL: DEFAULT},
+    {SLIDING: LINEAR, FULL: LINEAR},
+    {FULL: YARN | {"truncate": False}, SLIDING: DEFAULT},
+]
+ROPES: list[Any] = [None, {}, LINEAR, LLAMA3, YARN, YARN | MSCALES, GROWING, DEFAULT, *BY_KIND]
+ROPES += [longrope(16, 8), longrope(256, 6), longrope(256, 8), {"type": "linear", "factor": 3.0}]
+ROPES += [longrope(256, 8) | {"rope_type": "su"}, longrope(16, 8) | {"factor": 4.0}, {"rope_type": "dynamic"}]
+ROPES += [YARN | {"attention_factor": 1.3}, YARN | {"beta_fast": 4.0, "beta_slow": 0.5}, YARN | {"truncate": False}]
+ROPES += [DEFAULT | {"partial_rotary_factor": 0.5}, YARN | {"mscale": 0.7}]
+NUMBERS = [None, 0, 1, 2, 0.5, -1, "1", True]
+FLAGS = [True, False, None]
+VALUES: dict[str, list[Any]] = {
+    "hidden_act": ["silu", "gelu", "relu", None],
+    "rms_norm_eps": [1e-5, 1e-3, 0.05, None, "small"],
+    "rope_theta": [100.0, 1e6, 10000.0, 500000.0, None, -1.0],
+    "head_dim": [8, 16, 32, None],
+    "num_attention_heads": [2, 4, 8],
+    "num_key_value_heads": [1, 2, 3, 4, None],
+    "num_hidden_layers": [2, 3, 4, 5],
+    "hidden_size": [32, 64, 128],
+    "intermediate_size": [64, 96],
+    "vocab_size": [96, 97, 98],
+    "tie_word_embeddings": FLAGS,
+    "max_position_embeddings": [64, 512, 2048],
+    "attention_bias": FLAGS,
+    "mlp_bias": FLAGS,
+    "qkv_bias": FLAGS,
+    "sliding_window": [None, 5, 11, 0, 4096],
+    "use_sliding_window": FLAGS,
+    "max_window_layers": [0, 2, 28, None],
+    "layer_types": [None, [], [FULL] * 4, WINDOWS, [SLIDING] * 4, [FULL] * 3, ["attention"] * 4, ["mamba"] * 4],
+    "partial_rotary_factor": [None, 0.0, 0.25, 0.3, 0.5, 0.75, 1.0, 2.0],
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "original_max_position_embeddings": [16, 256, 4096, None],
+    "embedding_multiplier": NUMBERS,
+    "residual_multiplier": NUMBERS,
+    "attention_multiplier": NUMBERS,
+    "logits_scaling": NUMBERS,
+    "no_rope_layers": [None, [], [0, 1, 1, 0], [1, 1, 1, 1, 0], [1, 0], [2, 1, 1, 1], [True, False, True, True]],
+    "no_rope_layer_interval": [None, 0, 1, 2, 4, 9],
+    "position_embedding_type": ["rope", "nope", None, "alibi", 1],
+    "num_local_experts": [0, 2, None],
+    "num_experts": [4, 6, 8, None],
+    "num_experts_per_tok": [1, 2, 3, 7],
+    "moe_intermediate_size": [32, 48, None],
+    "shared_intermediate_size": [80, 96, None],
+    "shared_expert_intermediate_size": [48, 96, None],
+    "norm_topk_prob": FLAGS,
+    "decoder_sparse_step": [1, 2, 3],
+    "mlp_only_layers": [None, [], [0], [1], [1, 9]],
+    "quantization_config": [None, {"quant_method": "awq"}],
+    "model_type": ["llama", "mistral", "phi3", None],
+}
+NESTED: dict[str, list[Any]] = {
+    "rope_theta": [50.0, 1e6, None],
+    "rope_type": ["default", "yarn", "linear", "longrope", None],
+    "factor": [1.0, 2.0, None, "2"],
+    "original_max_position_embeddings": [16, 256, None],
+    "partial_rotary_factor": [0.25, 0.5, 1.0, None],
+    "mscale": [0.5, 1.0, 0, None],
+    "mscale_all_dim": [0.5, 1.0, 0, None],
+    "llama_4_scaling_beta": [0.0, 0.1, 0.5, None],
+    "attention_factor": [0.8, 1.0, None],
+    "truncate": FLAGS,
+    "short_factor": [[1.5] * 8, [1.5] * 6, None],
+    "long_factor": [[2.5] * 8, [2.5] * 6, "long"],
+}
+
+
+def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Return values with one to three changes."""
+    values = json.loads(json.dumps(values))
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        known = [key for key in VALUES if key in values or chance.random() < 0.2]
+        what, rope = chance.random(), values.get("rope_parameters")
+        if what < 0.3 and isinstance(rope, dict) and rope:
+            inner = [each for each in rope.values() if isinstance(each, dict)]
+            target = chance.choice(inner) if inner else rope
+            key = chance.choice([*target, *NESTED] if chance.random() < 0.5 or not target else [*target])
+            if chance.random() < 0.3:
+                target.pop(key, None)
+            else:
+                target[key] = chance.choice(NESTED.get(key, [None, 1]))
+        elif what < 0.4:
+            values.pop(chance.choice(known), None)
+        else:
+            key = chance.choice(known)
+            values[key] = chance.choice(VALUES[key])
+    return values
+
+
+def repaired(values: Any, honest: Any) -> Any:
+    """Return values that transformers takes, and that mean the same here: some of its keys may not be null, and it
+    needs a `model_type`."""
+    if not isinstance(values, dict):
+        return values
+    before = honest if isinstance(honest, dict) else {}
+    kept = {
+        key: repaired(value, before.get(key))
+        for key, value in values.items()
+        if value is not None and (key, value) != ("layer_types", [])
+    }
+    kept |= {key: None for key, value in values.items() if value is None and key in before and before[key] is None}
+    return kept | ({"model_type": before["model_type"]} if "model_type" in before and "model_type" not in kept else {})
+
+
+class Judge:
+    """A checkpoint of one configuration, and what becomes of changes of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.manual_seed(4)
+        oracle = AutoModelForCausalLM.from_config(DENSE[name], attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter_name, parameter in oracle.named_parameters():
+                if "norm" in parameter_name or parameter_name.endswith("bias"):
+                    parameter.normal_(1.0, 0.3)
+        oracle.save_pretrained(folder)
+        byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+        self.name, self.folder = name, folder
+        self.values = json.loads((folder / "config.json").read_text())
+
+    def outcome(self, seed: int) -> str:
+        """Return "refused", or "equal". Raises AssertionError for anything else, with the changed configuration."""
+        values = mutated(self.values, random.Random(f"{self.name} {seed}"))
+        (self.folder / "config.json").write_text(json.dumps(values))
+        try:
+            files = open_model(str(self.folder))
+            model = build(files.config)
+            model.load_weights(weights_of(files))
+        except ModelError:
+            return "refused"
+        changed = {key: value for key, value in values.items() if self.values.get(key) != value}
+        changed |= dict.fromkeys(self.values.keys() - values.keys(), "removed")
+        try:
+            oracle = self._oracle()
+        except Exception as error:
+            (self.folder / "config.json").write_text(json.dumps(repaired(values, self.values)))
+            try:
+                oracle = self._oracle()
+            except Exception:
+                raise AssertionError(f"{self.name} {seed}: served, transformers: {error!r:.300}; {changed}") from error
+        tokens = prompt(seed, 40)
+        (logits,) = Runner(model).step((tokens, 0, list(range(12))))
+        try:
+            wanted = expected(oracle, tokens)
+            # Scores that are many times as large make differences of rounding as much larger.
+            torch.testing.assert_close(logits, wanted, atol=2e-4 * max(2.0, float(wanted.abs().max())), rtol=2e-4)
+        except AssertionError as error:
+            raise AssertionError(f"{self.name} {seed}: other logits; {error}; {changed}") from error
+        return "equal"
+
+    def _oracle(self) -> PreTrainedModel:
+        options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(str(self.folder), **options)
+        oracle, found = loaded
+        wrong = {kind: keys for kind, keys in found.items() if keys}
+        assert not wrong, f"it makes up weights: {wrong}"
+        rotary, rope = oracle.base_model.rotary_emb, oracle.config.rope_parameters
+        if rotary is not None and rope.get("rope_type") == "longrope":  # a server's contexts are all long, or all short
+            of_long, _ = ROPE_INIT_FUNCTIONS["longrope"](oracle.config, "cpu", seq_len=2**20)
+            if rope["original_max_position_embeddings"] < 128:
+                rotary.original_inv_freq = of_long
+        return oracle.eval()
+
+
+def run(name: str, first: int, count: int) -> tuple[Counter[str], list[str]]:
+    """Return how many outcomes there were of each kind, and what was wrong."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    wrong: list[str] = []
+    outcomes: Counter[str] = Counter()
+    folder = Path(tempfile.mkdtemp())
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(shutil.rmtree, folder)
+        judge = Judge(name, folder)
+        for seed in range(first, first + count):
+            try:
+                outcomes[judge.outcome(seed)] += 1
+            except AssertionError as error:
+                wrong.append(str(error))
+    return outcomes, wrong
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    outcomes, wrong = run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(sys.argv[1], dict(outcomes), f"{len(wrong)} wrong", flush=True)
+    for message in wrong[:12]:
+        print("   ", message.replace("\n", " ")[:600])

@@ -1,0 +1,26 @@
+"""Configurations of the dense families with random changes: each is refused by name, or gives transformers' logits."""
+
+import pytest
+
+from tests.gpu.mutated_configs import run
+
+FIRST, COUNT = 1_000_000, 200
+NAMES = [
+    "ministral3",
+    "phi4-mini-long",
+    "granite",
+    "granite4",
+    "smollm3-window",
+    "olmo2",
+    "olmo3",
+    "glm4",
+    "glm",
+    "qwen2-moe",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_configuration_is_refused_or_right(name: str) -> None:
+    outcomes, wrong = run(name, FIRST, COUNT)
+    assert not wrong, "\n".join(wrong)
+    assert min(outcomes["refused"], outcomes["equal"]) > COUNT // 10

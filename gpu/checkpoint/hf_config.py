@@ -124,7 +124,19 @@ def check_config(config: ModelConfig, *, source: str) -> None:
             f"{source}: low_freq_factor ({scaling.low_freq_factor:g}) must be below high_freq_factor "
             f"({scaling.high_freq_factor:g})."
         )
-    per_token = config.numbers.get("num_experts_per_tok", 0)
+    numbers = config.numbers
+    if numbers.get("linear_num_value_heads", 0) % numbers.get("linear_num_key_heads", 1):
+        raise ModelError(
+            f"{source}: linear_num_value_heads ({numbers['linear_num_value_heads']}) must be a multiple of "
+            f"linear_num_key_heads ({numbers['linear_num_key_heads']})."
+        )
+    rotary = int(config.head_dim * numbers.get("partial_rotary_factor", 1.0))
+    if rotary % 2 or not rotary:
+        raise ModelError(
+            f"{source}: partial_rotary_factor must rotate an even number of a head's {config.head_dim} dimensions, got "
+            f"{rotary}."
+        )
+    per_token = numbers.get("num_experts_per_tok", 0)
     if per_token > config.num_experts:
         raise ModelError(
             f"{source}: num_experts_per_tok ({per_token}) must not be above the number of experts, "
@@ -395,6 +407,8 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
     text = mapping(values, "text_config", source)
     # A wrapper ties by default, whatever its text part would do: transformers#43429.
     merged = {**({"tie_word_embeddings": True} if text else {}), **values, **text}
+    if text and family.linear_layers:  # the wrapper of Qwen3.5 does not, and its text part has no say
+        merged["tie_word_embeddings"] = values.get("tie_word_embeddings", False)
     for name, other in (("num_experts", "num_local_experts"), ("dtype", "torch_dtype")):
         value = _agreed({name: merged.get(name), other: merged.get(other)}, source)
         if value is not None:

@@ -1,0 +1,95 @@
+"""config.json of models with states: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from transformers import Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3NextConfig
+
+from gpu.checkpoint import ModelConfig, ModelError
+from gpu.checkpoint.architecture import GatedAttentionSpec, GatedDeltaSpec
+from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.hf_config import config_from_hf
+from gpu.checkpoint.tensors import check_shapes, tensor_shapes
+from gpu.kv_cache import kv_layout
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": 97, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def read(values: dict[str, Any], name: str = "Qwen3NextForCausalLM", **changes: Any) -> ModelConfig:
+    values = {key: value for key, value in values.items() if key not in changes}
+    changes = {key: value for key, value in changes.items() if value is not ...}  # left out
+    return config_from_hf({**values, **changes, "architectures": [name]}, source="the model")
+
+
+NEXT = Qwen3NextConfig(**SIZES, **EXPERTS).to_dict()
+
+
+def test_the_defaults_are_those_of_transformers():
+    config = read({key: NEXT[key] for key in (*SIZES, "model_type", "intermediate_size", "max_position_embeddings")})
+    full = Qwen3NextConfig(**SIZES)
+    assert {name: config.numbers[name] for name in config.numbers if name != "partial_rotary_factor"} == {
+        name: getattr(full, name) for name in config.numbers if name != "partial_rotary_factor"
+    }
+    assert config.numbers["partial_rotary_factor"] == full.rope_parameters["partial_rotary_factor"]
+    assert list(config.layer_types) == full.layer_types
+
+
+def test_every_fourth_layer_has_keys_and_values_and_the_others_have_states():
+    config = read(NEXT)
+    kinds = [type(layer.attention) for layer in spec_of(config).layers]
+    assert kinds == 2 * [GatedDeltaSpec, GatedDeltaSpec, GatedDeltaSpec, GatedAttentionSpec]
+    layout = kv_layout(config)
+    assert (layout.windows, layout.num_slots) == ((None,), 2)
+    assert len(set(zip(layout.groups, layout.slots, strict=True))) == 8
+    two = read(NEXT, layer_types=..., full_attention_interval=2)
+    assert [two.has_keys(index) for index in range(8)] == 4 * [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({"rope_parameters": {**NEXT["rope_parameters"], "partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
+        ({"rope_parameters": {**NEXT["rope_parameters"], "partial_rotary_factor": 0.05}}, "partial_rotary_factor"),
+        ({"layer_types": 8 * ["linear_attention"]}, "layer_types"),
+        ({"layer_types": 4 * ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], named: str):
+    with pytest.raises(ModelError, match=named):
+        read(NEXT, **changes)
+
+
+def test_experts_in_some_layers_of_qwen3_5_are_refused_since_transformers_ignores_the_key():
+    values = Qwen3_5MoeTextConfig(**SIZES, **EXPERTS).to_dict()
+    assert read(values, "Qwen3_5MoeForCausalLM").num_experts == 4
+    with pytest.raises(ModelError, match="mlp_only_layers"):
+        read(values, "Qwen3_5MoeForCausalLM", mlp_only_layers=[1])
+
+
+@pytest.mark.parametrize(("whole", "text", "tied"), [(True, False, True), (False, True, False), (..., True, False)])
+def test_the_wrapper_of_qwen3_5_decides_whether_embeddings_are_tied(whole: Any, text: bool, tied: bool):
+    values = Qwen3_5Config(text_config={**SIZES, "intermediate_size": 80}).to_dict()
+    values["text_config"]["tie_word_embeddings"] = text
+    assert read(values, "Qwen3_5ForConditionalGeneration", tie_word_embeddings=whole).tie_word_embeddings is tied
+
+
+def test_tensors_for_images_and_drafts_are_skipped_with_one_line(caplog):
+    config = read(Qwen3_5Config(text_config={**SIZES, "intermediate_size": 80}).to_dict(), "Qwen3_5ForCausalLM")
+    names = {name.replace("model.", "model.language_model.", 1): shape for name, shape in tensor_shapes(config).items()}
+    names |= {"model.visual.blocks.0.norm1.weight": (4,), "mtp.fc.weight": (2, 2), "mtp.norm.weight": (4,)}
+    with caplog.at_level(logging.INFO, "gpu.checkpoint.tensors"):
+        check_shapes(names.items(), config, source="the model")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model: 1 tensors of the vision model and 2 tensors of multi-token prediction are skipped"
+    ]

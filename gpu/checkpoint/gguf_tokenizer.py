@@ -205,8 +205,7 @@ _LLAMA3 = _PreTokenizer((steps.LLAMA3_WORDS,), ignore_merges=True, add_bos=True)
 _QWEN2 = _PreTokenizer((steps.QWEN2_WORDS,), composes=True)
 _GPT4O = _PreTokenizer((steps.GPT4O_WORDS,), ignore_merges=True)
 
-# By `tokenizer.ggml.pre`, which is the name of the first family that had the tokenizer. Granite carries refact or dbrx,
-# Phi-4 dbrx, Phi-4-mini gpt-4o, SmolLM3 smaug-bpe, OLMo 2 and 3 dbrx, GLM-4.7-Flash glm4.
+# By `tokenizer.ggml.pre`, the name of the first family that had the tokenizer: Phi-4-mini's files carry gpt-4o.
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "phi-2"), _PreTokenizer((_GPT2,))),
     **dict.fromkeys(("olmo", "mpt"), _PreTokenizer((_GPT2,), composes=True)),

@@ -186,7 +186,7 @@ def _is_object(text: str) -> bool:
 
 CALL_ID = "[CALL_ID]"
 ARGUMENTS = "[ARGS]"
-_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_FUNCTION_NAME = "[A-Za-z0-9_.-]{1,128}"
 _MAX_HEAD = 256  # characters of name and id
 
 
@@ -195,7 +195,8 @@ class CallList:
 
     def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
         self.state = BlockState.MORE
-        self._tags = tags
+        call_id, arguments = re.escape(tags.stand_in(CALL_ID)), re.escape(tags.stand_in(ARGUMENTS))
+        self._head = rf"\s*NAME\s*(?:{call_id}\s*\w*\s*)?(?:{arguments}\s*)?"
         self._sink = sink
         self._call: Block | None = None
         self._expects = ""  # the characters that may come next in the array; "" before it
@@ -210,7 +211,7 @@ class CallList:
             if not self._expects and start[0] == "{":
                 self._call = CallObject(self._sink)
             elif not self._expects and start[0] != "[":
-                self._call = _NamedCall(self._tags, self._sink)
+                self._call = NamedCall(self._head, "", self._sink)
             elif start[0] not in (self._expects or "["):
                 self.state = BlockState.BROKEN
                 return size
@@ -222,6 +223,8 @@ class CallList:
                 return size + 1
             text = start
         size += self._call.step(text)
+        if self._call.state is BlockState.DONE:
+            self._sink.end()
         if self._call.state is BlockState.DONE and self._expects:
             self._call, self._expects = None, ",]"
         else:
@@ -229,10 +232,16 @@ class CallList:
         return size
 
 
-class _NamedCall:
-    def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
+class NamedCall:
+    """One call by its name: a head that matches `head`, with the name as a group, and the arguments as JSON.
+
+    If `end` comes instead of arguments, the call has none.
+    """
+
+    def __init__(self, head: str, end: str, sink: CallSink) -> None:
         self.state = BlockState.MORE
-        self._call_id, self._arguments_tag = tags.stand_in(CALL_ID), tags.stand_in(ARGUMENTS)
+        self._pattern = re.compile(head.replace("NAME", f"({_FUNCTION_NAME})"))
+        self._stops = ["{", *([end] if end else [])]
         self._sink = sink
         self._scanner: JsonScanner | None = None
 
@@ -240,31 +249,35 @@ class _NamedCall:
         return self._head(text) if self._scanner is None else self._arguments(text, self._scanner)
 
     def _head(self, text: str) -> int:
-        found = find_tag(text, ["{"])
+        found = find_tag(text, self._stops)
         if found is None:
-            if len(text) > _MAX_HEAD:
+            if len(text) > _MAX_HEAD + len(self._stops[-1]):
                 self.state = BlockState.BROKEN
             return 0
-        head = text[: found[0]]
-        start, _, rest = head.partition(self._arguments_tag)
-        name = start.partition(self._call_id)[0].strip()
-        if len(head) > _MAX_HEAD or rest.strip() or not _FUNCTION_NAME.fullmatch(name):
+        head = self._pattern.fullmatch(text[: found[0]])
+        if head is None or found[0] > _MAX_HEAD:
             self.state = BlockState.BROKEN
             return 0
-        self._sink.start(name)
+        self._sink.start(next(filter(None, head.groups())))
         self._scanner = JsonScanner()
+        if found[1] != "{":
+            self._sink.arguments("{}")
+            self._scanner.scan("{}")
+            self._check(self._scanner)
         return found[0]
 
     def _arguments(self, text: str, scanner: JsonScanner) -> int:
         end = scanner.scan(text)
         self._sink.arguments(text[:end])
+        self._check(scanner)
+        return end
+
+    def _check(self, scanner: JsonScanner) -> None:
         if scanner.is_done:
             self._sink.end_arguments()
-            self._sink.end()
             self.state = BlockState.DONE
         elif scanner.is_broken:
             self.state = BlockState.BROKEN
-        return end
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -280,59 +293,30 @@ class SectionCalls:
     def __init__(self, tags: tuple[str, str, str, str], head: str, reading: Reading, sink: CallSink) -> None:
         self.state = BlockState.MORE
         self._begin, tag, self._end, self._section_end = map(reading.tags.stand_in, tags)
-        self._head = re.compile(head.replace("TAG", re.escape(tag)).replace("NAME", f"({_FUNCTION_NAME.pattern})"))
+        self._head = head.replace("TAG", re.escape(tag))
         self._sink = sink
-        self._is_in_head = False
-        self._is_in_call = False
-        self._scanner: JsonScanner | None = None
+        self._call: NamedCall | None = None
 
     def step(self, text: str) -> int:
-        if self._is_in_head:
-            return self._read_head(text)
-        if self._scanner is not None:
-            return self._arguments(text, self._scanner)
+        call = self._call
+        if call is not None and call.state is not BlockState.DONE:
+            size = call.step(text)
+            if call.state is BlockState.BROKEN:
+                self.state = call.state
+            return size
         rest = text.lstrip("` \t\r\n")  # of ```json
         size = len(text) - len(rest)
-        expected = [self._end] if self._is_in_call else [self._begin, self._section_end]
+        expected = [self._end] if call else [self._begin, self._section_end]
         tag = next((each for each in expected if rest.startswith(each)), None)
         if tag is None:
             if not any(each.startswith(rest) for each in expected):
                 self.state = BlockState.BROKEN
             return size
-        if self._is_in_call:
+        if call:
             self._sink.end()
-            self._is_in_call = False
+            self._call = None
         elif tag == self._section_end:
             self.state = BlockState.DONE
         else:
-            self._is_in_head = True
+            self._call = NamedCall(self._head, self._end, self._sink)
         return size + len(tag)
-
-    def _read_head(self, text: str) -> int:
-        found = find_tag(text, ["{", self._end])
-        if found is None:
-            if len(text) > _MAX_HEAD + len(self._end):
-                self.state = BlockState.BROKEN
-            return 0
-        head = self._head.fullmatch(text[: found[0]])
-        if head is None or found[0] > _MAX_HEAD:
-            self.state = BlockState.BROKEN
-            return 0
-        self._sink.start(next(filter(None, head.groups())))
-        self._is_in_head, self._is_in_call = False, True
-        if found[1] == "{":
-            self._scanner = JsonScanner()
-        else:
-            self._sink.arguments("{}")
-            self._sink.end_arguments()
-        return found[0]
-
-    def _arguments(self, text: str, scanner: JsonScanner) -> int:
-        end = scanner.scan(text)
-        self._sink.arguments(text[:end])
-        if scanner.is_done:
-            self._sink.end_arguments()
-            self._scanner = None
-        elif scanner.is_broken:
-            self.state = BlockState.BROKEN
-        return end

@@ -63,6 +63,10 @@ class ModelSyntax:
         self._reasoning = self._syntax.reasoning or _reasoning_tags(template.source)
         if reasoning_parser != "auto":
             self._reasoning = THINK if reasoning_parser == "think" else None
+        tags = self._reasoning or ()
+        self._reasoning_tokens = {
+            token: token_id for token, token_id in special_tokens.items() if any(token in tag for tag in tags)
+        }
         self._knows_no_effort = re.search(r"""(['"])none\1""", template.source) is not None
         if self._is_unknown and tool_parser == "auto":
             logger.warning(
@@ -178,15 +182,15 @@ class ModelSyntax:
         )
 
     def _reasoning_is_open(self, prompt_end: bytes) -> bool:
-        return self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning.opening.encode())
+        return self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning.opening.rstrip().encode())
 
     def _reads(self, tools: ToolUse) -> bool:
         return self._reads_calls or tools.choice == "required"
 
     def _shown(self, tools: ToolUse | None) -> dict[str, int]:
         reads = self._syntax.reads_reasoning or (tools and self._reads(tools))
-        tags = (*(self._reasoning or ()), *(self._syntax.tags if reads else ()))
-        return {tag: self._special_tokens[tag] for tag in tags if tag in self._special_tokens}
+        tags = [tag for tag in self._syntax.tags if tag in self._special_tokens] if reads else []
+        return {**self._reasoning_tokens, **{tag: self._special_tokens[tag] for tag in tags}}
 
 
 def _reasoning_tags(template: str) -> ReasoningTags | None:

@@ -19,16 +19,16 @@ from protocol.chat_template import Markup, Written
 from protocol.syntax.call_reader import Block, CallSink
 from protocol.syntax.harmony import HARMONY
 from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject, SectionCalls
+from protocol.syntax.literal_calls import GEMMA_END, GEMMA_QUOTE, GemmaCall
 from protocol.syntax.parameter_calls import Form, ParameterCalls
 from protocol.syntax.reasoning import ReasoningTags
 from protocol.syntax.record import Reading, Syntax
 from protocol.tools.kinds import Function
 
-ToolParser = Literal[
-    *("auto", "harmony", "mistral_v11", "mistral", "granite", "phi4_mini", "deepseek_v3", "deepseek_v31", "kimi_k2"),
-    *("qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"),
-    *("hermes", "llama3", "none"),
-]
+_Json = Literal["hermes", "llama3", "mistral", "mistral_v11", "granite", "phi4_mini"]
+_Sections = Literal["deepseek_v3", "deepseek_v31", "kimi_k2"]
+_Parameters = Literal["qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"]
+ToolParser = Literal["auto", "harmony", _Json, _Sections, _Parameters, "gemma4", "none"]
 """The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
 
 _MISTRAL_ID = 9  # characters
@@ -215,6 +215,18 @@ DEEPSEEK_V32, DEEPSEEK_V4 = (
     _in_parameters(name, template_has("｜DSML｜", f"{block}>"), f"<｜DSML｜{block}>", _DSML, "<｜end▁of▁sentence｜>")
     for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
 )
+GEMMA4 = Syntax(
+    name="gemma4",
+    matches=template_has("<|tool_call>", "call:"),
+    opening="<|tool_call>",
+    closing=GEMMA_END,
+    other_tags=(GEMMA_QUOTE,),
+    block=GemmaCall,
+    before="<|tool_call>call:NAME",
+    after=GEMMA_END,
+    end_tokens=("<turn|>", "<|tool_response>"),
+    reasoning=ReasoningTags("<|channel>thought\n", "<channel|>"),
+)
 LLAMA3 = Syntax(
     name="llama3",
     matches=_is_llama,
@@ -234,15 +246,12 @@ SYNTAXES = {
     for each in (
         *(HARMONY, MISTRAL_V11, MISTRAL, GRANITE, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2),
         *(QWEN3_CODER, SEED_OSS, GLM, MINIMAX, DEEPSEEK_V32, DEEPSEEK_V4),
-        *(HERMES, LLAMA3),
+        *(HERMES, GEMMA4, LLAMA3),
     )
 }
 """The records by name, in the order in which templates are compared with them."""
 
-END_TOKENS = (
-    *(token for each in SYNTAXES.values() for token in each.end_tokens),
-    *("<|observation|>", "<|tool_response>"),  # of GLM and Gemma: no reader here knows their calls
-)
+END_TOKENS = tuple(token for each in SYNTAXES.values() for token in each.end_tokens)
 
 
 def syntax_of(template: str, special_tokens: Container[str]) -> Syntax | None:

@@ -269,6 +269,35 @@ FAMILIES["mistral_v11"] = replace(
 )
 
 
+def gemma(value: Any) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            return "{" + ",".join(f"{key}:{gemma(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(gemma, value)) + "]"
+    return json.dumps(value)
+
+
+GEMMA = """\
+{%- macro show(v) -%}
+{%- if v is string -%}<|"|>{{ v }}<|"|>
+{%- elif v is mapping -%}
+{{ '{' }}{% for k in v %}{{ k }}:{{ show(v[k]) }}{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}
+{%- elif v is sequence -%}[{% for each in v %}{{ show(each) }}{% if not loop.last %},{% endif %}{% endfor %}]
+{%- else -%}{{ v }}{%- endif -%}
+{%- endmacro -%}
+"""
+FAMILIES["gemma4"] = Family(
+    GEMMA + messages("<|tool_call>call:{{ f.name }}{{ show(f.arguments) }}<tool_call|>"),
+    lambda calls: "".join(f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>" for name, arguments in calls),
+    ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_response>"),
+    think=("<|channel>thought\n", "<channel|>"),
+    typed=False,
+)
+
+
 def template_of(family: Family) -> ChatTemplate:
     return ChatTemplate(family.template, {}, family.special)
 

@@ -49,6 +49,7 @@ FAMILIES = {
         "mistralai-Ministral-3-14B-Reasoning-2512",
         "unsloth-mistral-Devstral-Small-2507",
     },
+    "gemma4": {"google-gemma-4-31B-it", "google-gemma-4-31B-it-interleaved"},
     "granite": {"ibm-granite-granite-3.3-2B-Instruct"},
     "deepseek_v3": {
         "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",

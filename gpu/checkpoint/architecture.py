@@ -230,6 +230,7 @@ class DecoderSpec:
     norm: RMSNormSpec | None
     head: Part | None  # None: the embedding is the head too
     embedding_scale: float = 1.0  # rows of the embedding are multiplied by it
+    rounds_scale: bool = False  # the scale is rounded to the type of the embedding before
     logits_scale: float = 1.0  # logits are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     first_layer: int = 0  # the index of `layers[0]` in the model

@@ -51,7 +51,9 @@ class CausalLM(nn.Module):
         attention, place = cache(attention), Place(dtype, device, communicator)
         self.embed_tokens: Embedding | None = None
         if spec.embedding is not None:
-            self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, place)
+            scale = spec.embedding_scale
+            scale = torch.tensor(scale, dtype=dtype).item() if spec.rounds_scale else scale
+            self.embed_tokens = Embedding(spec.embedding, scale, place)
         ropes = [layer.attention.rope for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
         rotaries = {
             rope: RotaryEmbedding(rope.size or config.head_dim, max_model_len, rope, place)

@@ -231,15 +231,14 @@ class Place:
 
 
 class Embedding(nn.Module):
-    """One row per token of the vocabulary, times a scale that is rounded to the dtype as Hugging Face does. Each tensor
-    rank has the rows of some tokens."""
+    """One row per token of the vocabulary, times a scale. Each tensor rank has the rows of some tokens."""
 
     def __init__(self, part: Part, scale: float, place: Place) -> None:
         super().__init__()
         self.part = part
         self._communicator = place.communicator
         self._first_token = 0 if part.ranges is None else part.ranges[0][0]
-        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=place.dtype).item()
+        self._scale = None if scale == 1.0 else scale
         self.weight = place.parameter(*part.shape)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ PERMUTED = {"mistral3", "granite", "smollm3"}
 RENAMED = {"shared_mlp.output_linear": "mlp.down_proj"}
 
 
-def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False) -> Path:
-    """Write the file; `squeezed` as older converters did, without dimensions of 1."""
+def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False, kind: str = "F32") -> Path:
+    """Write the file; `squeezed` as older converters did, without dimensions of 1. Matrices are of type `kind`."""
     config = oracle.config
     name = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(str(path), name)
@@ -53,7 +53,9 @@ def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False) -
             stem, kind = in_hf.split(".experts.")
             experts.setdefault(f"{stem}.experts.{kind.split('.', 1)[1]}", []).append(values)
         else:
-            writer.add_tensor(_name(names, in_hf), values.squeeze() if squeezed else values)
+            quantized = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+            values = gguf.quants.quantize(values.squeeze() if squeezed else values, quantized)
+            writer.add_tensor(_name(names, in_hf), values, raw_dtype=quantized)
     for in_hf, matrices in experts.items():
         writer.add_tensor(_name(names, in_hf), np.stack(matrices))
     writer.write_header_to_file()

@@ -70,6 +70,7 @@ def _finish(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture
         spec,
         norm=spec.norm and _gemma_norm(spec.norm),
         embedding_scale=config.hidden_size**0.5,
+        rounds_scale=True,
         softcap=config.numbers.get("final_logit_softcapping") or None,
     )
 

@@ -5,14 +5,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Mistral3Config, PreTrainedConfig, PreTrainedModel
 
-from gpu.checkpoint import ModelError, ModelFiles, open_model
+from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows, open_model
 from gpu.checkpoint.hf_config import config_from_hf
+from gpu.weights.reading import floats, read_weights
 from gpu.weights.tensors import weights_of
 from tests.engine.helpers import byte_level_tokenizer
 from tests.gpu.dense_gguf import ARCHITECTURES, write_gguf
@@ -73,6 +75,18 @@ def test_a_directory_gives_the_logits_of_transformers(tmp_path, name):
 def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name):
     oracle = with_one_answer(made(DENSE[name]), 128)
     assert_gives(open_model(str(write_gguf(tmp_path / "m.gguf", oracle))), oracle)
+
+
+@pytest.mark.parametrize("name", ["phi4-mini-long", "glm4", "ministral3"])
+def test_rows_of_quantized_files_are_parted_and_reordered_whole(tmp_path, name):
+    oracle = made(DENSE[name])
+    plain = dict(read_weights(open_model(str(write_gguf(tmp_path / "plain.gguf", oracle)))))
+    packed = dict(read_weights(open_model(str(write_gguf(tmp_path / "packed.gguf", oracle, kind="Q8_0")))))
+    assert plain.keys() == packed.keys()
+    for tensor, weight in packed.items():
+        wanted = floats(plain[tensor])
+        assert isinstance(weight, QuantizedRows) == (wanted.ndim == 2)
+        np.testing.assert_allclose(floats(weight), wanted, atol=float(np.abs(wanted).max()) / 200, err_msg=tensor)
 
 
 @pytest.mark.parametrize("squeezed", [True, False])

@@ -124,7 +124,11 @@ def test_ranks_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (3, 1)])
 def test_ranks_that_share_memory(tp: int, pp: int, tmp_path: Path) -> None:
     """Of torch, and of the library of the CPU path, whose ranks say the same to the last bit."""
-    wide = {**UNEVEN, "hidden_size": 64, "intermediate_size": 96}  # a tile and a block for each of three ranks
+    wide: dict[str, Any] = {
+        **UNEVEN,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    }  # a tile and a block for each of three ranks
     cases: list[Case] = [
         (small_model(**wide), OPTIONS),
         (small_model(**wide), replace(OPTIONS, dtype="auto")),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Container
 
-from protocol.syntax.call_reader import CallSink
-from protocol.syntax.json_calls import NamedCall
+from protocol.syntax.call_reader import Block, BlockState, CallSink
+from protocol.syntax.json_calls import CallObject, NamedCall
 from protocol.syntax.json_scanner import JsonScanner
 from protocol.syntax.parameter_calls import json_value
 from protocol.syntax.reasoning import unfinished_tag
@@ -62,3 +64,90 @@ class GemmaCall(NamedCall):
         is_key = text[word.end()] == ":"
         value = word[0].strip()
         return json.dumps(value, ensure_ascii=False) if is_key else json_value(value), word.end()
+
+
+# --------------------------------------------------------------------------------------------------------------- python
+
+
+_NAME = "[A-Za-z0-9_.-]"
+_FIRST = re.compile(rf"\s*\[\s*(?:({_NAME}{{1,128}})\s*\(|(?=\{{))")
+_BEFORE_FIRST = re.compile(rf"\s*(?:\[\s*{_NAME}{{0,128}}\s*)?")
+_NEXT = re.compile(rf"[\s,]*(?:({_NAME}{{1,128}})\s*\(|(?=\{{)|(\]))")
+_BEFORE_NEXT = re.compile(rf"[\s,]*{_NAME}{{0,128}}\s*")
+_CODE = re.compile(r"""("[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')|[()\[\]{}]|[^"'()\[\]{}]+""", re.DOTALL)
+_JSON_WORD = re.compile(r"\b(?:true|false|null)\b")
+_WORDS = {"true": "True", "false": "False", "null": "None"}
+
+
+class PythonCalls:
+    """A `Block` of calls in Python, ``[weather(city="Ulm", days=3), time()]``, or of objects in JSON.
+
+    `names` are the functions that may be called; None allows any. Arguments are passed on when a call is complete.
+    """
+
+    def __init__(self, sink: CallSink, names: Container[str] | None = None) -> None:
+        self.state = BlockState.MORE
+        self._sink = sink
+        self._names = names
+        self._object: Block | None = None
+        self._is_begun = False
+        self._depth = 0  # brackets that are open in a call
+        self._place = 0  # characters of the arguments that have been scanned
+        self._code = ""
+
+    def step(self, text: str) -> int:
+        if self._depth:
+            return self._arguments(text)
+        if self._object is not None:
+            size = self._object.step(text)
+            if self._object.state is BlockState.BROKEN:
+                self.state = BlockState.BROKEN
+            elif self._object.state is BlockState.DONE:
+                self._object = None
+            return size
+        found = (_NEXT if self._is_begun else _FIRST).match(text)
+        if found is None or (found[1] and self._names is not None and found[1] not in self._names):
+            if found or not (_BEFORE_NEXT if self._is_begun else _BEFORE_FIRST).fullmatch(text):
+                self.state = BlockState.BROKEN
+            return 0
+        self._is_begun = True
+        if found[1]:
+            self._sink.start(found[1])
+            self._depth, self._place, self._code = 1, 0, "call("
+        elif text[found.end() : found.end() + 1] == "{":
+            self._object = CallObject(self._sink, self._names)
+        else:
+            self.state = BlockState.DONE
+        return found.end()
+
+    def _arguments(self, text: str) -> int:
+        while self._depth:
+            token = _CODE.match(text, self._place)
+            if token is None or (token.end() == len(text) and text[-1] not in "\"'()[]{}"):  # perhaps half a word
+                return 0
+            if token[1]:
+                self._code += token[1].replace("\n", "\\n")
+            else:
+                self._code += _JSON_WORD.sub(lambda word: _WORDS[word[0]], token[0])
+                self._depth += (token[0] in ("(", "[", "{")) - (token[0] in (")", "]", "}"))
+            self._place = token.end()
+        arguments = _json_of_code(self._code)
+        if arguments is None:
+            self.state = BlockState.BROKEN
+            return 0
+        self._sink.arguments(arguments)
+        self._sink.end_arguments()
+        self._sink.end()
+        return self._place
+
+
+def _json_of_code(code: str) -> str | None:
+    """Return the named arguments of a call in Python as JSON; None if they are none."""
+    try:
+        call = ast.parse(code, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        values = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return None if "" in values else json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None

@@ -10,27 +10,28 @@ import hashlib
 import json
 import secrets
 import string
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from protocol.chat_template import Markup, Written
 from protocol.syntax.call_reader import Block, CallSink
 from protocol.syntax.harmony import HARMONY
 from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject, SectionCalls
-from protocol.syntax.literal_calls import GEMMA_END, GEMMA_QUOTE, GemmaCall
+from protocol.syntax.literal_calls import GEMMA_END, GEMMA_QUOTE, GemmaCall, PythonCalls
 from protocol.syntax.parameter_calls import Form, ParameterCalls
 from protocol.syntax.reasoning import ReasoningTags
-from protocol.syntax.record import Reading, Syntax
+from protocol.syntax.record import Reading, Syntax, json_of
 from protocol.tools.kinds import Function
 
 _Json = Literal["hermes", "llama3", "mistral", "mistral_v11", "granite", "phi4_mini"]
 _Sections = Literal["deepseek_v3", "deepseek_v31", "kimi_k2"]
 _Parameters = Literal["qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"]
-ToolParser = Literal["auto", "harmony", _Json, _Sections, _Parameters, "gemma4", "none"]
+ToolParser = Literal["auto", "harmony", _Json, _Sections, _Parameters, "gemma4", "lfm2", "pythonic", "none"]
 """The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
 
+_LFM2_TAGS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _MISTRAL_ID = 9  # characters
 
 
@@ -227,6 +228,40 @@ GEMMA4 = Syntax(
     end_tokens=("<turn|>", "<|tool_response>"),
     reasoning=ReasoningTags("<|channel>thought\n", "<channel|>"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Python(Syntax):
+    def write_call(self, name: str, arguments: str | Mapping[str, Any]) -> Written:
+        values = json.loads(json_of(arguments))
+        code = f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+        start, _, end = f"{self.before}{self.after}".partition("[")
+        return Written(Markup(f"{start}["), code, Markup(f"]{end.rpartition(']')[2]}"))
+
+
+LFM2 = _Python(  # its templates show no calls, and some name no tag; a grammar writes JSON
+    name="lfm2",
+    matches=lambda template, special_tokens: _LFM2_TAGS[0] in template or _LFM2_TAGS[0] in special_tokens,
+    opening=_LFM2_TAGS[0],
+    closing=_LFM2_TAGS[1],
+    block=lambda reading, sink: PythonCalls(sink),
+    before=f'{_LFM2_TAGS[0]}[{{"name": "NAME", "arguments": ',
+    after=f"}}]{_LFM2_TAGS[1]}",
+    end_tokens=("<|im_end|>",),
+    holds_strict=False,
+)
+PYTHONIC = replace(  # of Llama 3.2 and 4, with the prompt that Meta publishes for it
+    LFM2,
+    name="pythonic",
+    matches=template_has("func_name1("),
+    opening="<|python_start|>",
+    closing="<|python_end|>",
+    bare="[",
+    block=lambda reading, sink: PythonCalls(sink, reading.functions),
+    before='[{"name": "NAME", "arguments": ',
+    after="}]",
+    end_tokens=("<|eot|>", "<|eom|>"),
+)
 LLAMA3 = Syntax(
     name="llama3",
     matches=_is_llama,
@@ -246,7 +281,7 @@ SYNTAXES = {
     for each in (
         *(HARMONY, MISTRAL_V11, MISTRAL, GRANITE, PHI4_MINI, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2),
         *(QWEN3_CODER, SEED_OSS, GLM, MINIMAX, DEEPSEEK_V32, DEEPSEEK_V4),
-        *(HERMES, GEMMA4, LLAMA3),
+        *(HERMES, GEMMA4, LFM2, PYTHONIC, LLAMA3),
     )
 }
 """The records by name, in the order in which templates are compared with them."""

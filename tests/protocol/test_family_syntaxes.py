@@ -74,7 +74,7 @@ class Family:
     special: tuple[str, ...] = ()
     think: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
     typed: bool = True  # values are plain text, which the schema gives types
-    strings: Sequence[str] = tuple(STRINGS)
+    any_name: bool = True  # also functions that were not offered are called
 
 
 def messages(call: str, *, calls: tuple[str, str] = ("", ""), result: str = "{{ m.content }}", tools: str = "") -> str:
@@ -298,6 +298,33 @@ FAMILIES["gemma4"] = Family(
 )
 
 
+def python(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    written = (
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
+    )
+    return f"[{', '.join(written)}]"
+
+
+FAMILIES["lfm2"] = Family(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    lambda calls: f"<|tool_call_start|>{python(calls)}<|tool_call_end|>",
+    ("<|tool_call_start|>", "<|tool_call_end|>"),
+    typed=False,
+)
+FAMILIES["pythonic"] = Family(
+    messages(
+        "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}"
+        "{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}",
+        calls=("<|python_start|>[", "]<|python_end|>"),
+    )
+    + "func_name1(",
+    lambda calls: f"<|python_start|>{python(calls)}<|python_end|>",
+    ("<|python_start|>", "<|python_end|>"),
+    typed=False,
+    any_name=False,
+)
+
+
 def template_of(family: Family) -> ChatTemplate:
     return ChatTemplate(family.template, {}, family.special)
 
@@ -339,7 +366,7 @@ def constructed(name: str, seed: int) -> tuple[str, list[Any]]:
         parts.append(ContentDelta(words))
     calls = []
     for _ in range(random.randrange(1, 4)):
-        function = random.choice(["send_it", "send_it", "time.v2-b", "other_one"])
+        function = random.choice(["send_it", "send_it", "time.v2-b", "other_one" if family.any_name else "send_it"])
         keys = random.sample([*VALUES], k=random.randrange(5))
         arguments = {key: random.choice(VALUES[key]) for key in keys}
         if family.typed and function != "send_it":  # nothing has a type: what looks like JSON is JSON
@@ -375,8 +402,9 @@ def check_damaged(name: str, *, seeds: range) -> None:
     for seed in seeds:
         random = Random(seed)
         words = [f"w{number:03d}" for number in range(7)]
+        called = words[1] if family.any_name else "time.v2-b"
         values = {"s": f"{words[2]} {words[3]}", "o": {"k": words[4]}, "undeclared": words[5]}
-        text = f"{words[0]} {family.write([(words[1], {}), ('send_it', values)])} {words[6]}"
+        text = f"{words[0]} {family.write([(called, {}), ('send_it', values)])} {words[6]}"
         for _ in range(random.randrange(1, 3)):
             place = random.randrange(len(text))
             match random.randrange(3):
@@ -536,3 +564,31 @@ def test_phi_gets_its_tools_between_its_own_tags() -> None:
     assert tools is None
     assert segments_text(segments).startswith('<|system|><|tool|>[{"name": "send_it", "description": "Sends."')
     assert all(not is_plain for _, is_plain in segments)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[send_it(s='a')]", ["send_it", {"s": "a"}]),
+        (" [send_it(b=true, e=null), time.v2-b()]", ["send_it", {"b": True, "e": None}, "time.v2-b", {}]),
+        ("[send_it(s='two\nlines')] Done.", ["send_it", {"s": "two\nlines"}, ContentDelta("Done.")]),
+        ('[{"name": "send_it", "arguments": {}}]', ["send_it", {}]),
+        ("[1, 2]", [ContentDelta("[1, 2]")]),
+        ("[]", [ContentDelta("[]")]),
+        ('[{"name": "Ada"}]', [ContentDelta('[{"name": "Ada"}]')]),
+        ("[other(s='a')]", [ContentDelta("[other(s='a')]")]),
+        ("See [send_it(s='a')]", [ContentDelta("See [send_it(s='a')]")]),
+        ("[send_", [ContentDelta("[send_")]),
+    ],
+)
+def test_calls_in_python_may_come_without_tags_where_the_text_begins(text: str, parts: list[Any]) -> None:
+    for random in (None, *map(Random, range(20))):
+        assert valued(read("pythonic", text, random=random)[0]) == parts
+
+
+@pytest.mark.parametrize("code", ["s=open('x')", "'a'", "**{}", "s=1e999", "s=" + "[" * 300 + "]" * 300, "s={1, 2}"])
+def test_code_that_is_no_value_is_reported_and_not_run(code: str) -> None:
+    parts, cut = read("lfm2", FAMILIES["lfm2"].write([]).replace("[]", f"[send_it({code})] w1"))
+    assert (parts[0], cut) == ("send_it", {0})
+    assert code in parts[1].text
+    assert "w1" in parts[1].text

@@ -50,6 +50,7 @@ FAMILIES = {
         "unsloth-mistral-Devstral-Small-2507",
     },
     "gemma4": {"google-gemma-4-31B-it", "google-gemma-4-31B-it-interleaved"},
+    "lfm2": {"LFM2.5-8B-A1B"},  # the others by their special tokens
     "granite": {"ibm-granite-granite-3.3-2B-Instruct"},
     "deepseek_v3": {
         "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",

@@ -199,6 +199,7 @@ class BlockReader:
             self._sink.end()
             self._give_back()
         else:
+            self._sink.end()
             self._awaits_closing = self._is_after_block = True
             self._may_begin_bare = self._bare is not None
         return True

@@ -223,8 +223,6 @@ class CallList:
                 return size + 1
             text = start
         size += self._call.step(text)
-        if self._call.state is BlockState.DONE:
-            self._sink.end()
         if self._call.state is BlockState.DONE and self._expects:
             self._call, self._expects = None, ",]"
         else:

@@ -592,3 +592,12 @@ def test_code_that_is_no_value_is_reported_and_not_run(code: str) -> None:
     assert (parts[0], cut) == ("send_it", {0})
     assert code in parts[1].text
     assert "w1" in parts[1].text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_after_a_call_is_not_lost_where_another_begins_to_come(name: str) -> None:
+    whole, begun = (FAMILIES[name].write([("send_it", {"s": text})]) for text in ("Ulm", "Bonn"))
+    begun = begun[: begun.index("send_it") + 3]
+    parts, cut = read(name, f"{whole}{begun}")
+    assert (valued(parts)[:2], cut) == (["send_it", {"s": "Ulm"}], frozenset())
+    assert shown(name, begun).strip() in "".join(part.text for part in parts if isinstance(part, ContentDelta))

@@ -23,7 +23,7 @@ from protocol.syntax.model_syntax import ModelSyntax
 from protocol.syntax.parameter_calls import json_value, types_of
 from protocol.syntax.registry import SYNTAXES
 from protocol.tools.kinds import CustomTool, Function, ToolUse
-from tests.engine.helpers import byte_level_tokenizer
+from tests.engine.helpers import byte_level_tokenizer, id_of
 from tests.protocol.wire_helpers import token_bytes
 
 PROPERTIES: dict[str, Any] = {
@@ -212,7 +212,7 @@ FAMILIES |= {
 
 
 def in_sections(
-    section: tuple[str, str], call: tuple[str, str, str, str]
+    section: tuple[str, ...], call: tuple[str, str, str, str]
 ) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str]:
     """Calls of JSON: `call` is the text before the name, before and behind the arguments, and between two calls."""
     return lambda calls: (
@@ -223,7 +223,7 @@ def in_sections(
 
 
 def in_json(
-    section: tuple[str, str], call: tuple[str, str, str, str]
+    section: tuple[str, ...], call: tuple[str, str, str, str]
 ) -> tuple[str, Callable[[Sequence[tuple[str, dict[str, Any]]]], str]]:
     template = messages(f"{call[0]}{{{{ f.name }}}}{call[1]}{{{{ f.arguments | tojson }}}}{call[2]}", calls=section)
     return template, in_sections(section, call)
@@ -334,7 +334,7 @@ MODELS = {name: ModelSyntax(template_of(family), IDS[name]) for name, family in 
 
 
 def read(
-    name: str, text: str, *, random: Random | None = None, tools: ToolUse = TOOLS, prompt_end: bytes = b""
+    name: str, text: str, *, random: Random | None = None, tools: ToolUse | None = TOOLS, prompt_end: bytes = b""
 ) -> tuple[list[Any], frozenset[int]]:
     """The parts of a text, calls with their arguments, and the indices of the cut calls."""
     parser = MODELS[name].message_format(tools, prompt_end=prompt_end).parser(token_bytes)
@@ -491,7 +491,7 @@ TOKENIZER = byte_level_tokenizer()
 TOKENIZER.add_special_tokens(sorted({token for family in FAMILIES.values() for token in family.special} | {"<eos>"}))
 VOCABULARY = Vocabulary(TOKENIZER)
 COMPILER = GrammarCompiler(
-    VOCABULARY, vocab_size=TOKENIZER.get_vocab_size(), eos_token_ids=(TOKENIZER.token_to_id("<eos>"),)
+    VOCABULARY, vocab_size=TOKENIZER.get_vocab_size(), eos_token_ids=(id_of(TOKENIZER, "<eos>"),)
 )
 
 
@@ -500,6 +500,7 @@ def test_a_demanded_call_is_enforced_and_read(name: str) -> None:
     schema = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
     demanded = ToolUse(functions=(Function(name="send_it", parameters=schema),), choice="required", named="send_it")
     grammar = MODELS[name].grammar(demanded, None, prompt_end=b"")
+    assert grammar is not None
     [tag] = json.loads(grammar.value)["tags"]
     written = f'{tag["begin"]}{{"s":"a \\"b\\" {{c}}"}}{tag["end"]}'
     matcher = COMPILER.compile(grammar).matcher()
@@ -589,7 +590,7 @@ def test_calls_in_python_may_come_without_tags_where_the_text_begins(text: str, 
 @pytest.mark.parametrize("code", ["s=open('x')", "'a'", "**{}", "s=1e999", "s=" + "[" * 300 + "]" * 300, "s={1, 2}"])
 def test_code_that_is_no_value_is_reported_and_not_run(code: str) -> None:
     parts, cut = read("lfm2", FAMILIES["lfm2"].write([]).replace("[]", f"[send_it({code})] w1"))
-    assert (parts[0], cut) == ("send_it", {0})
+    assert (parts[0], cut) == ("send_it", frozenset({0}))
     assert code in parts[1].text
     assert "w1" in parts[1].text
 
@@ -601,3 +602,13 @@ def test_text_after_a_call_is_not_lost_where_another_begins_to_come(name: str) -
     parts, cut = read(name, f"{whole}{begun}")
     assert (valued(parts)[:2], cut) == (["send_it", {"s": "Ulm"}], frozenset())
     assert shown(name, begun).strip() in "".join(part.text for part in parts if isinstance(part, ContentDelta))
+
+
+def test_gemmas_thoughts_are_reasoning_also_where_no_tools_are_offered() -> None:
+    text = "<|channel>thought\nHm.\n<channel|>Rain."
+    assert read("gemma4", text, tools=None)[0] == [ReasoningDelta("Hm."), ContentDelta("Rain.")]
+    assert read("gemma4", "Rain.", tools=None, prompt_end=b"<|channel>thought\n<channel|>")[0] == [
+        ContentDelta("Rain.")
+    ]
+    channels = tuple(IDS["gemma4"][token] for token in ("<|channel>", "<channel|>"))
+    assert sorted(MODELS["gemma4"].shown_special_tokens(None)) == sorted(channels)

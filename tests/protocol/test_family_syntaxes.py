@@ -77,7 +77,7 @@ class Family:
     any_name: bool = True  # also functions that were not offered are called
 
 
-def messages(call: str, *, calls: tuple[str, str] = ("", ""), result: str = "{{ m.content }}", tools: str = "") -> str:
+def messages(call: str, *, calls: tuple[str, ...] = ("", ""), result: str = "{{ m.content }}", tools: str = "") -> str:
     """A template that shows messages as `role: content`, and calls as `call` says."""
     return (
         (tools or "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}")

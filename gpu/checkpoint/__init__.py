@@ -8,8 +8,10 @@ config          The model's configuration, whatever kind of file it comes from, 
 architecture    The parts of a model, their names in files, and mixtures of experts.
 families        The families of models that are served.
 tensors         The tensors of a model, their slices for a rank, and stacked experts.
-gguf_file       The GGUF container, and its quantized tensors.
+quantized_rows  Quantized weights in the blocks of GGUF types, and the same numbers in other blocks.
+gguf_file       The GGUF container.
 gguf_tokenizer  A GGUF file's metadata as a tokenizer.
+quantized_layers  The linear layers of quantized safetensors: FP8, compressed-tensors, GPTQ, AWQ.
 hf_files        JSON files and safetensors headers, read within bounds.
 hf_config       A Hugging Face config.json as the model's configuration.
 embedder        Pooling and prompts of embedding models.
@@ -25,8 +27,8 @@ resolve         From a model's name or path to opened files, from the hub if nee
 from gpu.checkpoint.config import ModelConfig, ModelError, RopeScaling
 from gpu.checkpoint.embedded import EMBEDDED_CHAT, EMBEDDED_MODEL, default_cache_dir
 from gpu.checkpoint.embedder import Embedder
-from gpu.checkpoint.gguf_file import QuantizedRows
 from gpu.checkpoint.model_files import SAMPLING_FIELDS, ModelFiles, Progress, model_digest, weight_paths
+from gpu.checkpoint.quantized_rows import QuantizedRows
 from gpu.checkpoint.resolve import LOAD_FORMATS, models_here, open_model
 from gpu.checkpoint.tokenizers import is_known as is_known_tokenizer
 

@@ -29,10 +29,11 @@ from gpu.checkpoint.config import (
 from gpu.checkpoint.embedder import embedder_of_gguf
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
-from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor, QuantizedRows
+from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
 from gpu.checkpoint.hf_config import FULL, SLIDING, check_config, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
+from gpu.checkpoint.quantized_rows import QuantizedRows
 from gpu.checkpoint.tensors import check_shapes, reordered, rows_of, sliced
 
 _PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}

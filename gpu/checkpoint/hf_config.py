@@ -27,6 +27,7 @@ from gpu.checkpoint.config import (
     yarn_attention_factor,
 )
 from gpu.checkpoint.families.table import FAMILIES
+from gpu.checkpoint.quantized_layers import quantized_checkpoint
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -47,13 +48,9 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         value = values.get(key)
         if value not in allowed:
             if key == "quantization_config" and isinstance(value, dict):
-                if value.get("quant_method") in family.quantizations:
-                    continue
-                method = shown(value.get("quant_method"))
-                raise ModelError(
-                    f"{source}: a quantized checkpoint (quant_method={method}) is not supported; take the model's "
-                    f"unquantized files or a GGUF file."
-                )
+                if value.get("quant_method") not in family.quantizations:
+                    quantized_checkpoint(value, source)
+                continue
             named = shown(value)
             raise ModelError(f"{source}: {key}={named} in config.json is not supported; it must be {allowed[0]!r}.")
     bias = family.attention_bias

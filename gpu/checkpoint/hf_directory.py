@@ -23,6 +23,7 @@ from gpu.checkpoint.config import MAX_CHAT_TEMPLATE, ModelConfig, ModelError, ch
 from gpu.checkpoint.embedder import Embedder, embedder_of_directory
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
+from gpu.checkpoint.quantized_layers import linear_layers, quantized_layers_of
 from gpu.checkpoint.tensors import check_shapes, text_name, unstacked
 from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors
 
@@ -59,18 +60,21 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         *token_ids(generation_config, "eos_token_id", source=source),
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
-    config = config_from_hf(
-        hf_files.read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name
-    )
+    values = hf_files.read_json(directory / "config.json")
+    config = config_from_hf(values, eos_token_ids=tuple(eos_token_ids), source=name)
+    quantized = quantized_layers_of(values, name)
     embedder = embedder_of_directory(directory, name)
     if tensors is not None:
         config = _with_head(config, embedder, tensors, source=name)
-        headers = (
-            (text_name(key), each)
-            for key, each in chain.from_iterable(hf_files.read_header(path).items() for path in tensors)
-        )
+        read_header = partial(hf_files.read_header, quantized=quantized is not None)
+        headers = list(chain.from_iterable(read_header(path).items() for path in tensors))
         types = {"U8": np.uint8(0)}
-        shapes = ((key, np.broadcast_to(types.get(each.dtype, np.float32(0)), each.shape)) for key, each in headers)
+        arrays: Iterator[tuple[str, Any]] = (
+            (key, np.broadcast_to(types.get(each.dtype, np.float32(0)), each.shape)) for key, each in headers
+        )
+        if quantized is not None:
+            arrays = linear_layers(arrays, quantized, {key for key, _ in headers}, name)
+        shapes = ((text_name(key), each) for key, each in arrays)
         check_shapes(((key, tensor.shape) for key, tensor in unstacked(shapes, config)), config, source=name)
     return ModelFiles(
         name=name,
@@ -79,6 +83,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         special_tokens=special_tokens,
         load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
         tensors=tensors,
+        quantized=quantized,
         tokenizer_config=tokenizer_config,
         embedder=embedder,
         load_sampling=partial(default_sampling, generation_config.get, HF_KEYS, source),

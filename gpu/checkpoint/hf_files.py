@@ -16,7 +16,8 @@ from typing import Any
 
 from gpu.checkpoint.config import ModelError, shown
 
-_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_PLAIN_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ITEM_SIZES = _PLAIN_SIZES | {"F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}  # with those of quantized checkpoints
 _MAX_DIMENSIONS = 5  # of a vision model's patches; no other tensor has more than three
 
 
@@ -33,8 +34,9 @@ class SafetensorsTensor:
         return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
 
 
-def read_header(path: Path) -> dict[str, SafetensorsTensor]:
-    """Return every tensor by its name. Raises `ModelError` for a header that is damaged or contradicts the file."""
+def read_header(path: Path, *, quantized: bool = True) -> dict[str, SafetensorsTensor]:
+    """Return every tensor by its name. Raises `ModelError` for a header that is damaged or contradicts the file, or has
+    integers or FP8 although the checkpoint is not `quantized`."""
     if not path.is_file():
         raise _refused(path, "it is not a file")  # opening a pipe would block
     try:
@@ -50,7 +52,7 @@ def read_header(path: Path) -> dict[str, SafetensorsTensor]:
         raise _refused(path, str(error)) from error
     header = parse_object(text, str(path))
     header.pop("__metadata__", None)
-    places = [_place(path, name, entry) for name, entry in header.items()]
+    places = [_place(path, name, entry, quantized) for name, entry in header.items()]
     _check_places(path, sorted(places), data_size=size - 8 - length)
     return {
         name: SafetensorsTensor(tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
@@ -58,21 +60,20 @@ def read_header(path: Path) -> dict[str, SafetensorsTensor]:
     }
 
 
-def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+def _place(path: Path, name: str, entry: Any, quantized: bool) -> tuple[int, int, str]:
     """Return the begin and end of a tensor's data, and its name. Raises `ModelError`."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _refused(path, f"tensor {shown(name)} must have dtype, shape and data_offsets, got {shown(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        raise _refused(
-            path, f"tensor {shown(name)} has the dtype {shown(dtype)}; supported are {', '.join(_ITEM_SIZES)}"
-        )
+    sizes = _ITEM_SIZES if quantized else _PLAIN_SIZES
+    if not isinstance(dtype, str) or dtype not in sizes:
+        raise _refused(path, f"tensor {shown(name)} has the dtype {shown(dtype)}; supported are {', '.join(sizes)}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise _refused(path, f"tensor {shown(name)} has the shape {str(shape)[:60]}")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise _refused(path, f"tensor {shown(name)} has the data_offsets {str(offsets)[:60]}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * _ITEM_SIZES[dtype]:
+    if end - begin != math.prod(shape) * sizes[dtype]:
         raise _refused(
             path,
             f"tensor {shown(name)} of the shape {shape} in {dtype} has {end - begin:,} bytes of data "

@@ -17,6 +17,7 @@ from gpu.checkpoint.config import HeaderField, ModelConfig, ModelError, check_fi
 from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.hf_files import read_header
+from gpu.checkpoint.quantized_layers import QuantizedCheckpoint
 
 # ----------------------------------------------------------------------------------------------------- default sampling
 # The sampling that a model's authors recommend, for parameters that a request leaves open. The names are those that
@@ -137,6 +138,7 @@ class ModelFiles:
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
     # The files of the weights, for `gpu.weights`: a GGUF file, or safetensors. None: random weights are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
+    quantized: QuantizedCheckpoint | None = None  # how safetensors hold linear layers, if not as they are
     seed: int = 0  # of random weights
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
     embedder: Embedder = field(default=Embedder(), repr=False)  # pooling and prompts of embeddings

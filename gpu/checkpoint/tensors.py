@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpu.checkpoint.architecture import DecoderSpec, HeadOrder, Part, Ranges, parts_of
 from gpu.checkpoint.config import ModelConfig, ModelError, shown
 from gpu.checkpoint.families.table import spec_of
-from gpu.checkpoint.gguf_file import MXFP4_DOUBLED, TENSOR_TYPES, QuantizedRows, q8_0_of_powers
+from gpu.checkpoint.quantized_rows import MXFP4_DOUBLED, OWN_TYPES, TENSOR_TYPES, QuantizedRows, q8_0_of_powers
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def _fits(parts: list[Part], array: NDArray[Any]) -> bool:
 # --------------------------------------------------------------------------------------------------------------- slices
 
 
-_TYPES = {tensor_type.name: tensor_type for tensor_type in TENSOR_TYPES}
+_TYPES = {tensor_type.name: tensor_type for tensor_type in (*TENSOR_TYPES, *OWN_TYPES)}
 
 
 def ranges_of(spec: DecoderSpec) -> dict[str, Ranges | None]:

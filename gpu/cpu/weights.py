@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelConfig, QuantizedRows
 from gpu.checkpoint.architecture import ClampedSwiGLUSpec, DecoderSpec, MoESpec, Part, RMSNormSpec
-from gpu.checkpoint.gguf_file import TENSOR_TYPES
+from gpu.checkpoint.quantized_rows import OWN_TYPES, TENSOR_TYPES
 from gpu.checkpoint.tensors import Weight, checked
 from gpu.cpu.library import ExpertsStruct, ExpertStruct, LayerStruct, Library, MatrixStruct, ModelStruct, PartStruct
 from gpu.weights.reading import floats
@@ -156,7 +156,7 @@ class _Group:
 # Weights in the forms that the library computes with. csrc/matrix.h describes their layouts.
 
 
-U4, U5, U8, BF16, K4, K5, K6 = 4, 5, 8, 16, 44, 45, 46  # `headrace::Form`
+U4, U5, U8, BF16, K4, K5, K6, S8, S16 = 4, 5, 8, 16, 44, 45, 46, 108, 116  # `headrace::Form`
 FORMS = {  # for the log
     U4: "4-bit",
     U5: "5-bit",
@@ -165,16 +165,19 @@ FORMS = {  # for the log
     K4: "4-bit K",
     K5: "5-bit K",
     K6: "6-bit K",
+    S8: "8-bit S",
+    S16: "bfloat16 S",
 }
 LANES = 16  # outputs of one tile
 ROWS_AT_ONCE = 4096  # rows that are widened to float32 and packed at a time
 
-# GGUF types with blocks that are used unchanged, and their forms. MXFP4 becomes Q8_0, which holds the same numbers. Any
-# other quantized type is rounded to U8, with steps of 1/127 of a block's largest weight, much finer than those of 6
-# bits and fewer. Steps are float16, so at least 6e-8: blocks without a weight above 1e-4 lose bits, and weights below
-# 3e-8 become zero.
+# Types with blocks that are used unchanged, and their forms. Most others become one of them, which holds the same
+# numbers (`QuantizedRows.in_served_type`, MXFP4 Q8_0). Q2_K is rounded to U8, with steps of 1/127 of a block's largest
+# weight, much finer than its own. Steps are float16, so at least 6e-8: blocks without a weight above 1e-4 lose bits,
+# and weights below 3e-8 become zero.
 _AS_THEY_ARE = {"Q4_0": U4, "Q4_1": U4, "Q5_0": U5, "Q5_1": U5, "Q8_0": U8, "Q4_K": K4, "Q5_K": K5, "Q6_K": K6}
-_NUMBERS = {tensor_type.name: tensor_type.number for tensor_type in TENSOR_TYPES}
+_AS_THEY_ARE |= {"S8": S8, "S16": S16}
+_NUMBERS = {tensor_type.name: tensor_type.number for tensor_type in (*TENSOR_TYPES, *OWN_TYPES)}
 # The offset of these types, in scales. If scale times offset does not fit float16, U8 holds the same numbers.
 _OFFSETS = {"Q4_0": 8, "Q5_0": 16}
 _LARGEST_HALF = 65504.0
@@ -211,7 +214,7 @@ def pack(
 ) -> PackedMatrix:
     """Pack up to three matrices into one, one below the other; with `interleave` two, alternating by tile.
 
-    A matrix keeps the bits of its GGUF file if the library has a form for its type; other quantized types become U8,
+    A matrix keeps the numbers of its file if the library has a form for them; other quantized types become U8,
     and all else bfloat16. `quantized` False makes everything bfloat16. Matrices that are interleaved, or do not fill
     whole tiles, get one form: their own if it is the same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4
     exactly, and other types within half a step: 1/254 of the largest weight of 32.
@@ -246,7 +249,7 @@ def _as_it_is_taken(weight: Weight) -> Weight:
         scales = np.abs(np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32))
         if np.any(np.isfinite(scales) & (scales > _LARGEST_HALF / _OFFSETS[weight.type])):
             return weight.as_q8_0() or weight
-    return weight
+    return weight.in_served_type() or weight
 
 
 def _exact_in_8_bits(weight: Weight) -> Weight:

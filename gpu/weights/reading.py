@@ -7,6 +7,7 @@ import math
 import mmap
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.hf_files import read_header
+from gpu.checkpoint.quantized_layers import QuantizedLayer, linear_layers
+from gpu.checkpoint.quantized_rows import from_bfloat16
 from gpu.checkpoint.tensors import (
     MXFP4Rows,
     Weight,
@@ -36,8 +39,9 @@ W = TypeVar("W", bound=Weight)
 
 MAPPED_AT_ONCE = 2**25  # bytes of a mapped file that may be in memory, besides the largest tensors
 
-# The types of safetensors; U8 is for MXFP4 (`gpu.checkpoint.tensors`).
+# The types of safetensors; U8 is for MXFP4 (`gpu.checkpoint.tensors`) and NVFP4.
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
+_DTYPES |= {"F8_E4M3": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64}  # of quantized layers
 
 
 def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator[tuple[str, Weight]]:
@@ -60,7 +64,7 @@ def floats(weight: Weight) -> NDArray[np.float32]:
     if isinstance(weight, QuantizedRows):
         return weight.dequantize()
     if weight.dtype == np.uint16:
-        return (weight.astype(np.uint32) << 16).view(np.float32)
+        return from_bfloat16(weight)
     return weight.astype(np.float32, copy=False)
 
 
@@ -72,22 +76,26 @@ def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
         parts = {name: part for part in parts_of(spec) for name in (part.weight_name, f"{part.name}.bias")}
-        named = ((text_name(name), tensor) for name, tensor in _read_safetensors(files.tensors))
-        found = unstacked(named, files.config)
+        tensors: Iterator[tuple[str, Any]] = _read_safetensors(files.tensors)
+        if files.quantized is not None:
+            names = frozenset(chain.from_iterable(map(read_header, files.tensors)))
+            tensors = linear_layers(tensors, files.quantized, names, files.name)
+        found = unstacked(((text_name(name), tensor) for name, tensor in tensors), files.config)
         wanted = ((name, _numbers(name, weight)) for name, weight in found if name in ranges)
         for name, weight in cut(wanted, spec):
             part, rows = parts[name], reordered(weight, parts[name].order)
             yield name, floats(rows) + np.float32(part.offset) if part.offset else rows
 
 
-def _numbers(name: str, weight: MXFP4Rows | NDArray[Any]) -> Weight:
-    """Return the numbers of a weight. Raises ModelError for bytes, which mean nothing without their scales."""
-    if isinstance(weight, MXFP4Rows):
+def _numbers(name: str, weight: MXFP4Rows | QuantizedLayer | NDArray[Any]) -> Weight:
+    """Return the numbers of a weight. Raises ModelError for bytes and integers, which mean nothing without scales."""
+    if isinstance(weight, (MXFP4Rows, QuantizedLayer)):
         return weight.read()
-    if weight.dtype == np.uint8:
+    if weight.dtype.kind in "iu" and weight.dtype != np.uint16:
+        dtype = "U8" if weight.dtype == np.uint8 else str(weight.dtype)
         raise ModelError(
-            f"The tensor {name} has the dtype U8, which is supported only for MXFP4 experts (NAME_blocks and "
-            "NAME_scales): this quantization is not supported. Serve a checkpoint in BF16, F16 or F32."
+            f"The tensor {name} has the dtype {dtype}, but neither quantization_config in config.json nor MXFP4 "
+            "(NAME_blocks and NAME_scales) says what it means. Serve a checkpoint in BF16, F16 or F32."
         )
     return weight
 

@@ -87,7 +87,7 @@ VALUES: dict[str, list[Any]] = {
     "norm_topk_prob": FLAGS,
     "decoder_sparse_step": [1, 2, 3],
     "mlp_only_layers": [None, [], [0], [1], [1, 9]],
-    "quantization_config": [None, {"quant_method": "awq"}],
+    "quantization_config": [None, {"quant_method": "aqlm"}],
     "model_type": ["llama", "mistral", "phi3", None],
 }
 NESTED: dict[str, list[Any]] = {

@@ -13,7 +13,7 @@ inline f32x16 load_i8(const int8_t* from) { return to_f32(load<i8x16>(from)); }
 
 struct Scales {
     f32x16 d;       // of the block, or of its first 16 inputs
-    f32x16 second;  // of its other 16, in kK6
+    f32x16 second;  // of its other 16, in kK6 and kS8
     f32x16 m;
 };
 
@@ -137,6 +137,26 @@ struct Blocks<kBF16> {
     static Scales scales(const uint8_t*, int, int) { return {f32x16{}, f32x16{}, f32x16{}}; }
 };
 
+template <>
+struct Blocks<kS8> : Blocks<kU8> {
+    static constexpr int kBytes = 512 + 128;
+    static constexpr bool kHalves = true;
+    static Scales scales(const uint8_t* tile, int, int b) {
+        const uint8_t* at = tile + (int64_t)b * kBytes + 512;
+        return {load<f32x16>(at), load<f32x16>(at + 64), f32x16{}};
+    }
+};
+
+template <>
+struct Blocks<kS16> : Blocks<kBF16> {
+    static constexpr int kBytes = 1024 + 64;
+    static constexpr bool kScaled = true;
+    static Scales scales(const uint8_t* tile, int, int b) {
+        f32x16 d = load<f32x16>(tile + (int64_t)b * kBytes + 1024);
+        return {d, d, f32x16{}};
+    }
+};
+
 // Calls `body` with the form as a constant.
 template <class Body>
 inline auto with_form(Form form, const Body& body) {
@@ -147,6 +167,8 @@ inline auto with_form(Form form, const Body& body) {
         case kK4: return body(std::integral_constant<Form, kK4>{});
         case kK5: return body(std::integral_constant<Form, kK5>{});
         case kK6: return body(std::integral_constant<Form, kK6>{});
+        case kS8: return body(std::integral_constant<Form, kS8>{});
+        case kS16: return body(std::integral_constant<Form, kS16>{});
         default: return body(std::integral_constant<Form, kBF16>{});
     }
 }

@@ -9,6 +9,8 @@
 //   kK6       6 bits each; d = D s with 8 bits of s for each half of a block and D as float16 for 8 blocks. Q6_K exactly.
 //   kU8       8 bits each and d as float16. Q8_0 exactly.
 //   kBF16     bfloat16 in pairs, without a scale; the last block is padded with zeros.
+//   kS8       8 bits each and d as float32 for each half of a block. IQ types and integers with float32 scales exactly.
+//   kS16      bfloat16 in pairs and d as float32. FP8 with scales exactly.
 //
 // A product is exact but for two things. Activations are rounded to bfloat16 where the processor multiplies bfloat16, and
 // stay float32 elsewhere; sums are float32. The sum over a block is multiplied by d, and m by the sum of the block's
@@ -29,7 +31,7 @@
 
 namespace headrace {
 
-enum Form : int32_t { kU4 = 4, kU5 = 5, kU8 = 8, kBF16 = 16, kK4 = 44, kK5 = 45, kK6 = 46 };
+enum Form : int32_t { kU4 = 4, kU5 = 5, kU8 = 8, kBF16 = 16, kK4 = 44, kK5 = 45, kK6 = 46, kS8 = 108, kS16 = 116 };
 
 constexpr int kLanes = 16;
 constexpr int kBlock = 32;

@@ -12,8 +12,10 @@ namespace {
 
 constexpr uint16_t kLeastNormal = 0x0400;  // of halves: those below have fewer than 11 bits
 
-// GGUF's types, by the numbers that it has for them.
-enum Type : int32_t { kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14 };
+// GGUF's types, by the numbers that it has for them, and two of gpu/checkpoint/quantized_rows.py.
+enum Type : int32_t {
+    kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kRowsS8 = 1000, kRowsS16 = 1001,
+};
 
 float from_half(uint16_t bits) { return f16_to_f32(bits); }
 
@@ -131,6 +133,19 @@ void put_k6(const Lane& lane, int b, const uint8_t* in) {
     lane.put_super(b, 0, half_at(in + 208));
 }
 
+// S8, S16: the scales of a block in float32, for S8 of either half; then 32 numbers of 8 bits, or in bfloat16.
+void put_scaled(const Lane& lane, int b, Type type, const uint8_t* in) {
+    uint8_t* to = lane.block(b);
+    const int scales = type == kRowsS8 ? 2 : 1;
+    std::memcpy((float*)(to + (type == kRowsS8 ? 512 : 1024)) + lane.lane, in, 4);
+    if (type == kRowsS8) std::memcpy((float*)(to + 512 + 64) + lane.lane, in + 4, 4);
+    in += 4 * scales;
+    for (int k = 0; k < kBlock; k++) {
+        if (type == kRowsS8) to[16 * k + lane.lane] = in[k];
+        else ((uint16_t*)to)[(k / 2) * 32 + lane.lane * 2 + k % 2] = half_at(in + 2 * k);
+    }
+}
+
 int bytes_of(Type type) {  // of what a file has for one block, or for one super-block
     switch (type) {
         case kQ4_0: return 18;
@@ -141,6 +156,8 @@ int bytes_of(Type type) {  // of what a file has for one block, or for one super
         case kQ4_K: return 144;
         case kQ5_K: return 176;
         case kQ6_K: return 210;
+        case kRowsS8: return 40;
+        case kRowsS16: return 68;
     }
     return 0;
 }
@@ -195,6 +212,7 @@ int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64
         for (int b = 0; b < w->blocks(); b += has_super_blocks(tile.form) ? kSuperBlock : 1, in += bytes) {
             if (type == kQ8_0) put_q8_0(lane, b, in);
             else if (type == kQ6_K) put_k6(lane, b, in);
+            else if (type == kRowsS8 || type == kRowsS16) put_scaled(lane, b, (Type)type, in);
             else if (type == kQ4_K || type == kQ5_K) put_k45(lane, b, (Type)type, in);
             else put_legacy(lane, b, (Type)type, in);
         }

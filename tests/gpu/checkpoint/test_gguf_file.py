@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from gpu.checkpoint import ModelError, open_model
-from gpu.checkpoint.gguf_file import TENSOR_TYPES, GGUFFile
+from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.quantized_rows import TENSOR_TYPES
+from tests.gpu.checkpoint.test_quantized_rows import SCALES
 from tests.gpu.checkpoint_files import ALPHABET, TINY, TinyGGUF, random_weights
 
 # The largest error of one element, as a share of its block's largest magnitude (F16, BF16: of its own): half a step,
@@ -117,7 +119,7 @@ def test_a_k_quant_is_read_as_its_definition_says(tmp_path, name, reference):
 
 
 def test_every_supported_type_is_tested():
-    assert {kind.name for kind in TENSOR_TYPES} == {*ERROR_BOUNDS, "Q4_K", "Q5_K", "Q6_K"}
+    assert {kind.name for kind in TENSOR_TYPES} == {*ERROR_BOUNDS, "Q2_K", "Q4_K", "Q5_K", "Q6_K", *SCALES}
 
 
 def test_metadata_reads_as_the_gguf_library_reads_it(tmp_path):
@@ -144,11 +146,9 @@ def test_packed_blocks_are_those_of_the_file(tmp_path):
 
 
 def test_an_unsupported_tensor_type_names_itself_the_tensor_and_what_is_supported(tmp_path):
-    kind = gguf.GGMLQuantizationType.IQ2_XXS
+    kind = gguf.GGMLQuantizationType.NVFP4
     packed = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
-    with pytest.raises(
-        ModelError, match=r"tensor 'x\.weight' has the type IQ2_XXS; supported are F32, F16, BF16, Q4_0"
-    ):
+    with pytest.raises(ModelError, match=r"tensor 'x\.weight' has the type NVFP4; supported are F32, F16, BF16, Q4_0"):
         write_tensor(tmp_path / "x.gguf", packed, kind)
 
 

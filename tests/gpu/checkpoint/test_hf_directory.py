@@ -302,7 +302,7 @@ def test_bytes_are_no_weights(directory):
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoint .*awq.*GGUF"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantized checkpoint .*aqlm.*GGUF"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),

@@ -1,0 +1,410 @@
+"""The quantized linear layers of safetensors checkpoints: FP8, compressed-tensors, GPTQ and AWQ.
+
+`quantization_config` of config.json says how they are stored (`quantized_checkpoint`). A layer has several tensors: its
+numbers, their scales and perhaps zero points. `linear_layers` puts them together while a file is read. A number is
+scale (q - zero); activations are not quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.checkpoint.config import ModelError, shown
+from gpu.checkpoint.quantized_rows import MXFP4_DOUBLED, QuantizedRows, from_bfloat16, scaled_rows
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The way in which some layers are stored."""
+
+    kind: str  # of `_KINDS`
+    bits: int = 8
+    group: int = 0  # inputs that share a scale; 0: all of a row
+    block: tuple[int, int] | None = None  # outputs and inputs that share a scale
+    symmetric: bool = True  # no zero points
+    first_zero: int = 0  # is added to the zero points that are stored
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """The storage of each layer, and the layers that are not quantized."""
+
+    storages: tuple[tuple[tuple[str, ...], Storage], ...]  # with the targets that have it: names, or patterns ("re:")
+    ignored: tuple[str, ...] = ()
+
+    def storage_of(self, layer: str) -> Storage | None:
+        """Return the storage of a layer by its name, None if it is not quantized."""
+        if any(_matches(each, layer) for each in self.ignored):
+            return None
+        return next((each for targets, each in self.storages if any(_matches(name, layer) for name in targets)), None)
+
+
+def _matches(target: str, layer: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], layer) is not None
+    return target in ("Linear", layer)
+
+
+def quantized_checkpoint(config: Mapping[str, Any], source: str) -> QuantizedCheckpoint:
+    """Read `quantization_config`. Raises `ModelError` for what is not supported."""
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise ModelError(
+            f"{source}: a quantized checkpoint (quant_method={shown(method)}) is not supported; supported are "
+            f"{', '.join(_METHODS)}. Take the model's unquantized files or a GGUF file."
+        )
+    return _METHODS[method](_Config(config, source))
+
+
+def quantized_layers_of(values: Mapping[str, Any], source: str) -> QuantizedCheckpoint | None:
+    """Return how a parsed config.json says that layers are stored. None: all as they are, or as MXFP4 stacks."""
+    text = values.get("text_config")
+    config = values.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if not isinstance(config, dict) or config.get("quant_method") == "mxfp4":
+        return None
+    return quantized_checkpoint(config, source)
+
+
+class _Config:
+    """`quantization_config`, or an object in it."""
+
+    def __init__(self, values: Any, source: str, prefix: str = "quantization_config") -> None:
+        self.source, self._prefix = source, prefix
+        if not isinstance(values, dict):
+            raise ModelError(f"{source}: {prefix} in config.json must be an object, got {shown(values)}.")
+        self.values: dict[str, Any] = values
+
+    def one_of(self, key: str, *allowed: Any) -> Any:
+        """Return the value of `key`, which must be one of `allowed`; the first of them if the key is missing."""
+        value = self.values.get(key, allowed[0])
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            named = ", ".join(map(str, allowed))
+            raise ModelError(
+                f"{self.source}: {self._prefix}.{key}={shown(value)} in config.json is not supported; supported are "
+                f"{named}. Take the model's unquantized files or a GGUF file."
+            )
+        return value
+
+    def size(self, key: str) -> int:
+        """Return a number of inputs, 0 for all (missing, null or -1)."""
+        value = self.values.get(key)
+        if value in (None, -1):
+            return 0
+        if type(value) is not int or not 0 < value < 2**20:
+            raise ModelError(
+                f"{self.source}: {self._prefix}.{key} must be a positive number or -1, got {shown(value)}."
+            )
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Return a list of names and patterns. A pattern that could take exponential time is refused."""
+        value = self.values.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise ModelError(f"{self.source}: {self._prefix}.{key} must be a list of names, got {shown(value)}.")
+        for pattern in (each[3:] for each in value if each.startswith("re:")):
+            try:
+                re.compile(pattern)
+                is_plain = len(pattern) < 1000 and not re.search(r"\)[*+?{]", pattern)
+            except re.error:
+                is_plain = False
+            if not is_plain:
+                raise ModelError(
+                    f"{self.source}: {self._prefix}.{key} has the pattern {shown(pattern)}, not supported."
+                )
+        return tuple(value)
+
+    def block(self, key: str) -> tuple[int, int] | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 2**20 for n in value):
+            raise ModelError(f"{self.source}: {self._prefix}.{key} must be two numbers, got {shown(value)}.")
+        return value[0], value[1]
+
+    def parts_of_names(self, *keys: str) -> tuple[str, ...]:
+        """Return patterns of the layers that have one of these parts in their names."""
+        return tuple(rf"re:(.*\.)?{re.escape(name)}(\..*|$)" for key in keys for name in self.names(key))
+
+
+def _fp8(config: _Config) -> QuantizedCheckpoint:
+    config.one_of("fmt", "e4m3")
+    config.one_of("activation_scheme", "dynamic", "static")
+    config.one_of("kv_cache_scheme", None)
+    storage = Storage("fp8", block=config.block("weight_block_size"))
+    ignored = config.parts_of_names("modules_to_not_convert", "ignored_layers")
+    return QuantizedCheckpoint(((("Linear",), storage),), ignored)
+
+
+def _gptq(config: _Config) -> QuantizedCheckpoint:
+    bits = config.one_of("bits", 4, 2, 3, 8)
+    config.one_of("dynamic", None, {})
+    version = config.one_of("checkpoint_format", "gptq", "gptq_v2")
+    config.one_of("desc_act", False, True)
+    first_zero = 1 if version == "gptq" else 0
+    storage = Storage("gptq", bits, config.size("group_size"), symmetric=False, first_zero=first_zero)
+    return QuantizedCheckpoint(((("Linear",), storage),))
+
+
+def _awq(config: _Config) -> QuantizedCheckpoint:
+    config.one_of("bits", 4)
+    config.one_of("version", "gemm", "GEMM")
+    config.one_of("zero_point", True)
+    storage = Storage("awq", 4, config.size("group_size"), symmetric=False)
+    return QuantizedCheckpoint(((("Linear",), storage),), config.parts_of_names("modules_to_not_convert"))
+
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
+
+
+def _compressed_tensors(config: _Config) -> QuantizedCheckpoint:
+    config.one_of("quantization_status", "compressed")
+    for key in ("kv_cache_scheme", "transform_config"):
+        config.one_of(key, None, {})
+    if config.values.get("sparsity_config"):
+        _Config(config.values["sparsity_config"], config.source, "sparsity_config").one_of("format", "dense")
+    groups = _Config(config.values.get("config_groups"), config.source, "config_groups").values
+    return QuantizedCheckpoint(
+        tuple(
+            _of_group(config, _Config(group, config.source, f"config_groups.{name}")) for name, group in groups.items()
+        ),
+        config.names("ignore"),
+    )
+
+
+def _of_group(config: _Config, group: _Config) -> tuple[tuple[str, ...], Storage]:
+    kind = (group if group.values.get("format") else config).one_of("format", *_FORMATS)
+    group.one_of("output_activations", None)
+    weights = _Config(group.values.get("weights"), config.source, "weights")
+    number = weights.one_of("type", "int", "float")
+    is_packed = kind == "pack-quantized"
+    bits = weights.one_of("num_bits", *((4, 8, 2) if is_packed else (4,) if kind.startswith("nvfp4") else (8,)))
+    in_bytes = "fp8" if number == "float" else "int8"
+    kind = {"pack-quantized": "packed", "nvfp4-pack-quantized": "nvfp4"}.get(kind, in_bytes)
+    strategy = weights.one_of("strategy", "tensor", "channel", "group", "tensor_group", "block")
+    return group.names("targets"), Storage(
+        kind,
+        bits,
+        weights.size("group_size") if strategy in ("group", "tensor_group") else 0,
+        weights.block("block_structure") if strategy == "block" else None,
+        symmetric=weights.one_of("symmetric", True, False),
+    )
+
+
+_METHODS: dict[str, Callable[[_Config], QuantizedCheckpoint]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+# The tensors of a layer: its numbers, its scales, and those that it may have. All else but its bias is unknown.
+_KINDS = {
+    "fp8": ("weight", ("weight_scale", "weight_scale_inv"), ("input_scale",)),
+    "int8": ("weight", ("weight_scale",), ("weight_zero_point", "input_scale")),
+    "packed": ("weight_packed", ("weight_scale",), ("weight_zero_point", "weight_g_idx", "weight_shape")),
+    "nvfp4": ("weight_packed", ("weight_scale",), ("weight_global_scale", "input_global_scale")),
+    "gptq": ("qweight", ("scales",), ("qzeros", "g_idx")),
+    "awq": ("qweight", ("scales",), ("qzeros",)),
+}
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of each of eight outputs
+
+
+def linear_layers(
+    found: Iterable[tuple[str, Array]], checkpoint: QuantizedCheckpoint, names: Collection[str], source: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a checkpoint that has `names`, and in place of those of each quantized layer its weight.
+
+    Tensors of layers that are not quantized, or lack their numbers or scales, keep their names.
+    """
+    waiting: dict[str, dict[str, Array]] = {}
+    for name, array in found:
+        layer, _, kind = name.rpartition(".")
+        storage = checkpoint.storage_of(layer)
+        members: set[str] = set()
+        if storage is not None:
+            numbers, scales, others = _KINDS[storage.kind]
+            members = {each for each in (numbers, *scales, *others) if f"{layer}.{each}" in names}
+            if numbers not in members or members.isdisjoint(scales):
+                members = set()
+        if storage is None or kind not in members:
+            yield name, array
+            continue
+        tensors = waiting.setdefault(layer, {})
+        tensors[kind] = array
+        if len(tensors) == len(members):
+            yield f"{layer}.weight", QuantizedLayer(f"{source}: {layer}", storage, waiting.pop(layer))
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """The tensors of a layer: views of the mapped file. A matrix [outputs, inputs], or some of its rows."""
+
+    name: str
+    storage: Storage
+    tensors: Mapping[str, Array]  # by their last names
+    rows: slice = field(default_factory=lambda: slice(None))
+    ndim = 2
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> QuantizedLayer:
+        return replace(self, rows=rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Raises `ModelError` if the shapes of the tensors do not fit each other."""
+        rows, cols = self._whole_shape()
+        self._check_shapes(rows, cols)
+        return len(range(rows)[self.rows]), cols
+
+    def read(self) -> QuantizedRows | NDArray[np.float32]:
+        """Return the numbers, exactly: as blocks, or as float32 where no block holds them."""
+        storage, tensors = self.storage, self.tensors
+        rows, cols = self._whole_shape()
+        per_scale = storage.block[1] if storage.block else storage.group or cols
+        if storage.kind in ("gptq", "awq"):
+            scales = _floats(tensors["scales"]).T
+            zeros = unpacked(self._of(np.int32, "qzeros"), storage.bits)
+            if storage.kind == "awq":
+                numbers = _in_order(unpacked(self._of(np.int32, "qweight"), 4)).T
+                zeros = _in_order(zeros)
+            else:
+                numbers = unpacked(np.ascontiguousarray(self._of(np.int32, "qweight").T), storage.bits)
+                zeros = zeros + np.uint8(storage.first_zero) & np.uint8(2**storage.bits - 1)
+            return self._scaled(numbers, zeros.T, scales, per_scale, "g_idx")
+        scales = self._scales(rows)
+        if storage.kind == "fp8":
+            return scaled_rows(_FP8[self._of(np.uint8, "weight")], scales, per_scale)[self.rows]
+        if storage.kind == "nvfp4":
+            packed = self._of(np.uint8, "weight_packed")
+            numbers = MXFP4_DOUBLED[np.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1)].reshape(rows, cols)
+            scales = from_bfloat16(_FP8[self._of(np.uint8, "weight_scale")])
+            scales = scales / _floats(tensors["weight_global_scale"]).ravel() * np.float32(0.5)
+            return scaled_rows(numbers, scales, 16)[self.rows]
+        zero_points = tensors.get("weight_zero_point")
+        if storage.kind == "int8":
+            zeros = np.zeros((1, 1), np.int8) if zero_points is None else zero_points.reshape(scales.shape)
+            return self._scaled(self._of(np.int8, "weight"), zeros, scales, per_scale)
+        numbers = unpacked(self._of(np.int32, "weight_packed"), storage.bits)
+        zeros = np.full((1, 1), 2 ** (storage.bits - 1), np.uint8)
+        if zero_points is not None:
+            zeros = unpacked(np.ascontiguousarray(self._of(np.int32, "weight_zero_point").T), storage.bits).T[:rows]
+        return self._scaled(numbers, zeros, scales, per_scale, "weight_g_idx")
+
+    def _scaled(
+        self, numbers: Array, zeros: Array, scales: NDArray[np.float32], per_scale: int, groups: str = ""
+    ) -> QuantizedRows | NDArray[np.float32]:
+        """Return scale (q - zero). `groups` names the tensor with the group of each input, if they are not in order."""
+        cols = numbers.shape[1]
+        index = np.arange(cols) // per_scale
+        if groups in self.tensors:
+            given = self._of(np.int32, groups)
+            if np.any((given < 0) | (given >= scales.shape[1])):
+                raise ModelError(f"{self.name}.{groups} names a group that is not one of {scales.shape[1]}.")
+            if not np.array_equal(given, index):
+                zeros = zeros[:, given] if zeros.shape[1] > 1 else zeros
+                values: NDArray[np.float32] = (numbers.astype(np.int16) - zeros) * scales[:, given]
+                return values[self.rows]
+        differences = numbers.astype(np.int16) - (zeros[:, index] if zeros.shape[1] > 1 else zeros)
+        if differences.min() < -128 or differences.max() > 127:
+            return np.asarray((differences * scales[:, index])[self.rows], dtype=np.float32)
+        return scaled_rows(differences.astype(np.int8), scales, per_scale)[self.rows]
+
+    def _whole_shape(self) -> tuple[int, int]:
+        """Return outputs and inputs of the layer."""
+        storage = self.storage
+        numbers = self.tensors[_KINDS[storage.kind][0]].shape
+        if len(numbers) != 2:
+            raise ModelError(f"{self.name} has numbers of the shape {list(numbers)}, which is no matrix.")
+        if storage.kind == "gptq":
+            return numbers[1], numbers[0] * 32 // storage.bits
+        per_number = {"packed": 32 // storage.bits, "nvfp4": 2, "awq": 8}.get(storage.kind, 1)
+        rows, cols = numbers[0], numbers[1] * per_number
+        return (cols, rows) if storage.kind == "awq" else (rows, cols)
+
+    def _check_shapes(self, rows: int, cols: int) -> None:
+        storage, bits = self.storage, self.storage.bits
+        per_row = -(-cols // storage.group) if storage.group else 1
+        allowed: dict[str, tuple[tuple[int, ...], ...]]
+        if storage.kind in ("gptq", "awq"):
+            allowed = {"scales": ((per_row, rows),), "qzeros": ((per_row, rows * bits // 32),), "g_idx": ((cols,),)}
+        else:
+            scales: tuple[tuple[int, ...], ...] = ((rows, per_row),)
+            if storage.block:
+                scales = ((-(-rows // storage.block[0]), -(-cols // storage.block[1])),)
+            elif not storage.group:
+                scales = ((), (1,), (1, 1), (rows,), (rows, 1))
+            zeros = scales if storage.kind == "int8" else ((-(-rows * bits // 32), per_row),)
+            allowed = {"weight_scale": scales, "weight_scale_inv": scales, "weight_zero_point": zeros}
+            allowed |= {"weight_g_idx": ((cols,),), "weight_global_scale": ((), (1,))}
+        for name, shapes in allowed.items():
+            if name in self.tensors and self.tensors[name].shape not in shapes:
+                raise ModelError(
+                    f"{self.name}.{name} has the shape {list(self.tensors[name].shape)}; for {rows} outputs and {cols} "
+                    f"inputs it must be {' or '.join(str(list(shape)) for shape in shapes)}."
+                )
+        needed = {"gptq": "qzeros", "awq": "qzeros", "nvfp4": "weight_global_scale"}.get(storage.kind)
+        if storage.kind == "packed" and not storage.symmetric:
+            needed = "weight_zero_point"
+        if needed is not None and needed not in self.tensors:
+            raise ModelError(f"{self.name} has no {needed}. Fetch the model's files anew.")
+
+    def _scales(self, rows: int) -> NDArray[np.float32]:
+        """Return [rows, scales of a row]."""
+        given = self.tensors["weight_scale" if "weight_scale" in self.tensors else "weight_scale_inv"]
+        if self.storage.kind == "nvfp4":
+            return np.zeros((rows, 1), np.float32)  # they are numbers of 8 bits
+        scales = _floats(given)
+        if self.storage.block:
+            return np.repeat(scales, self.storage.block[0], axis=0)[:rows]
+        return np.broadcast_to(scales.reshape(-1, 1), (rows, 1)) if not self.storage.group else scales
+
+    def _of(self, dtype: type[Any], name: str) -> Array:
+        array = self.tensors[name]
+        if array.dtype != dtype:
+            raise ModelError(f"{self.name}.{name} is of type {array.dtype}; it must be {dtype.__name__}.")
+        return array
+
+
+def _floats(array: Array) -> NDArray[np.float32]:
+    return from_bfloat16(array) if array.dtype == np.uint16 else array.astype(np.float32)
+
+
+def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
+    """[rows, words of 32 bits] -> [rows, numbers]: each row is a string of bits, lowest first."""
+    in_bytes = np.ascontiguousarray(words).view(np.uint8)
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        return (in_bytes[..., None] >> shifts & np.uint8(2**bits - 1)).reshape(len(words), -1)
+    each = np.unpackbits(in_bytes, axis=1, bitorder="little").reshape(len(words), -1, bits)
+    return np.bitwise_or.reduce(each << np.arange(bits, dtype=np.uint8), axis=2)
+
+
+def _in_order(numbers: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return AWQ's numbers [rows, outputs] in the order of the outputs."""
+    return numbers.reshape(len(numbers), -1, 8)[..., _AWQ_PLACES].reshape(len(numbers), -1)
+
+
+def _fp8_table() -> NDArray[np.uint16]:
+    """Return the bfloat16 bits of each E4M3 number: 1 bit for the sign, 4 for the exponent, 3 for the mantissa."""
+    bits = np.arange(256)
+    exponents, mantissas = bits >> 3 & 15, bits & 7
+    sizes = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(8.0 + mantissas, exponents - 10))
+    sizes[[127, 255]] = np.nan
+    return (np.where(bits < 128, sizes, -sizes).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+_FP8 = _fp8_table()

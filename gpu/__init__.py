@@ -1,7 +1,7 @@
 """The device side: executor, worker, runner, models, kernels, weights and checkpoints.
 
-Of the engine it imports the plan, messages, errors, the executor seam and child processes. It knows no HTTP.
-The host's side is numpy; torch is imported where it computes.
+From the engine, this package imports the plan, messages, errors, the executor interface and child processes. It has no
+HTTP. Host code uses numpy; only modules that compute with torch import it.
 
 In reading order:
 
@@ -29,8 +29,8 @@ parallel      A model on several ranks.
 
 import os
 
-# OpenMP's threads spin while they wait for each other, and a spinning thread takes the core from the very thread that
-# it waits for as soon as anything else runs: an event loop, a tokenizer, a second server. With both cores of a small
-# machine contended, steps took 3 to 10 times as long. Sleeping costs some microseconds per parallel region. It is read
-# when torch is loaded, so it has to be said before that.
+# OpenMP threads spin while they wait for each other. If anything else runs (an event loop, a tokenizer, a second
+# server), a spinning thread takes the core from the thread that it waits for: on a machine with two busy cores, steps
+# took 3 to 10 times as long. Sleeping costs some microseconds per parallel region. OpenMP reads the variable when torch
+# is loaded, so it must be set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-The torch backend is the reference, and serves where no kernel does. It gathers keys and values through the block table
+The torch backend is the reference, and is used where no kernel runs. It gathers keys and values through the block table
 and calls torch's scaled-dot-product attention. The Triton backend calls the kernels of `gpu.kernels`. Both promise:
 
 1. Only the slots of a request's own tokens are read, never a slot past its length. Free blocks may hold anything, even
@@ -24,25 +24,25 @@ import torch.nn.functional as F
 from gpu.checkpoint.architecture import Heads
 from gpu.kernels import AttentionWork, list_attention_work, paged_attention, rope_and_cache
 
-# Decodes of unequal length share one call as long as padding adds no more than a quarter to what is gathered, or no
-# more than one call costs by itself: about as much as 256 tokens of a small model on a CPU.
+# Decodes of unequal length share one call if padding adds at most a quarter to the gathered keys, or at most 256
+# tokens: for a small model on a CPU, that costs as much as another call.
 FREE_PADDING = 256
 PADDING_SHARE = 0.25
 
-# Queries of a chunk per call. A call computes every key that its last query sees, so large tiles waste work above the
-# diagonal and small ones split the product; 256 was best or near it for chunks of 512 at contexts of 512 and 2048.
+# Queries of a prefill chunk per call. A call computes scores for all keys that its last query sees: large tiles waste
+# work above the diagonal, small tiles split the product. 256 was nearly best for chunks of 512 up to a context of 2048.
 TILE = 256
 
 
 class TorchAttention:
-    """Attention with heads of one kind; one object serves all layers of it. A layer's cache is [num_blocks, block_size,
-    2, num_kv_heads, head_dim], keys first."""
+    """Attention for heads of one kind; all layers with such heads share one object. A layer's cache is [num_blocks,
+    block_size, 2, num_kv_heads, head_dim], keys first."""
 
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
         self.block_size = block_size
         self.group_size = heads.query // heads.kv
-        # Shared by the layers of one step, with the metadata it was made from (held, so that its id is not reused).
+        # The plan that a step's layers share, and the metadata it was made from (kept so that its id is not reused).
         self._plan: tuple[AttentionMetadata, _Plan] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -80,7 +80,7 @@ class TorchAttention:
         sinks: torch.Tensor | None,  # [kv_heads, group_size, 1]
         output: torch.Tensor,
     ) -> None:
-        """One query each of B requests, padded to L keys. The queries of a KV head are the rows of one product."""
+        """Attend with one query of each of B requests, padded to L keys. Query heads of a KV head form one product."""
         batch = group.rows.shape[0]
         kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
         key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
@@ -96,8 +96,8 @@ class TorchAttention:
         sinks: torch.Tensor | None,  # [kv_heads, group_size, 1]
         output: torch.Tensor,
     ) -> None:
-        """All queries of one request, tile by tile. KV heads take the batch dimension, and the queries' heads over one
-        of them read its keys through a stride of zero."""
+        """Attend with all queries of one request, tile by tile. The batch dimension is KV heads; query heads that share
+        a KV head read its keys through a stride of zero."""
         kv = slots.index_select(0, chunk.slots)  # [L, 2, kv_heads, head_dim]
         key, value = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group_size, -1, -1)
         heads = (self.heads.kv, self.group_size)
@@ -119,8 +119,8 @@ class TorchAttention:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Softmax of the scores, capped if the heads say so, times values; `mask` is added to the scores, and `sinks`
-        are one more column of them."""
+        """Return the softmax of the scores times the values. Scores are capped if the heads have a softcap; `mask` is
+        added to them, and `sinks` are an additional column."""
         scale, softcap = self.heads.scale, self.heads.softcap
         if softcap is None and sinks is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -151,10 +151,10 @@ class _DecodeGroup:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some queries of a chunk, and what they see."""
+    """Some queries of a chunk, and the keys that they see."""
 
-    rows: slice  # of the step's tokens
-    keys: slice  # of the chunk's slots
+    rows: slice  # range of the step's tokens
+    keys: slice  # range of the chunk's slots
     mask: torch.Tensor  # [rows, keys], 0 or -inf
 
 
@@ -188,10 +188,10 @@ def _make_plan(metadata: AttentionMetadata, block_size: int, window: int | None,
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Split requests, given by the number of keys they read, into groups that are padded to their longest member.
+    """Group requests by the number of keys they read, so that each group can be padded to its longest request.
 
-    Returns lists of indices that cover all of them once. Within a group padding stays within PADDING_SHARE of the keys
-    that are needed, or within FREE_PADDING.
+    Returns lists of indices that hold every request once. Padding of a group is at most PADDING_SHARE of its keys, or
+    at most FREE_PADDING.
     """
     if lengths:  # the usual case, without sorting
         needed = sum(lengths)
@@ -262,10 +262,10 @@ def _plan_chunks(
 
 
 def _causal_band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The mask of every tile, [TILE, reach + TILE]: row i sees column reach + i, and window - 1 columns before it.
+    """Return the mask that tiles slice, [TILE, reach + TILE]: row i sees column reach + i, and window - 1 before it.
 
-    A causal mask depends only on how far a key lies behind its query, so the mask of a tile that follows n tokens is
-    the part of this one from column reach - n on. One tensor serves all chunks of a step.
+    A causal mask depends only on the distance from key to query, so the mask of a tile that follows n tokens is the
+    slice from column reach - n on. One tensor serves all chunks of a step.
     """
     query = torch.arange(TILE, device=device).unsqueeze(1) + reach
     key = torch.arange(reach + TILE, device=device)
@@ -276,15 +276,15 @@ def _causal_band(reach: int, window: int | None, dtype: torch.dtype, device: tor
 
 
 def _slots(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The cache slots of token positions: int32 [B, max_blocks] and int64 [B, L] -> int64 [B, L]"""
+    """Return the cache slots of token positions: int32 [B, max_blocks] and int64 [B, L] -> int64 [B, L]"""
     blocks = block_table.gather(1, positions // block_size).long()
     return blocks * block_size + positions % block_size
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like torch.zeros, but host memory is only taken when it is first written.
+    """Return zeros like torch.zeros, but commit host memory only when it is first written.
 
-    torch.zeros writes all of it: seconds for gigabytes of cache, most of which a quiet server never uses.
+    torch.zeros writes all of the memory: seconds for gigabytes of cache, most of which a quiet server never uses.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -296,8 +296,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """The places of a step's tokens in the cache, for layers of one KV group (`gpu.kv_cache`): B requests, one after
-    the other, with T tokens in all.
+    """The cache positions of a step's tokens for layers of one KV group (`gpu.kv_cache`): T tokens of B requests, one
+    request after the other.
 
     The first `num_decodes` requests have exactly one token in this step; the others have more, or none. `seq_lens`
     counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length, or
@@ -309,8 +309,8 @@ class AttentionMetadata:
     block_table: torch.Tensor  # int32 [B, max_blocks]
     slot_mapping: torch.Tensor  # int64 [T], block id * block_size + offset
     num_decodes: int
-    # The same lengths on the host, so that no backend has to read them back from the device. A graph may be for any
-    # lengths: then these lists are empty, and `num_decodes`, which only the device knows, is 0.
+    # The same lengths on the host, so that no backend reads them back from the device. In a graph only the device knows
+    # the lengths: these lists are empty and `num_decodes` is 0.
     query_lens_list: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
 
@@ -318,7 +318,7 @@ class AttentionMetadata:
     def of_groups(
         cls, *, block_tables: torch.Tensor, slot_mappings: torch.Tensor, **shared: Any
     ) -> list[AttentionMetadata]:
-        """Return one for each KV group: `block_tables` is [groups, B, max_blocks], `slot_mappings` [groups, T]."""
+        """Return each KV group's metadata: `block_tables` is [groups, B, max_blocks], `slot_mappings` [groups, T]."""
         tables = zip(block_tables, slot_mappings, strict=True)
         return [cls(block_table=table, slot_mapping=slots, **shared) for table, slots in tables]
 
@@ -338,7 +338,7 @@ class TritonAttention:
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
         self.block_size = block_size
-        # Shared by the layers of one step, with the lengths it was made from (held, so that their id is not reused).
+        # The work that a step's layers share, and the lengths it was made from (kept so that their id is not reused).
         self._work: tuple[torch.Tensor, AttentionWork | None] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -351,11 +351,11 @@ class TritonAttention:
         positions: torch.Tensor,  # int64 [T]
         rotary_table: torch.Tensor,  # [2, max_positions, head_dim], cosines and signed sines
         qk_norm: torch.Tensor | None,  # [2, head_dim], RMSNorm weights of query and key heads
-        eps: float,  # of these norms
+        eps: float,  # epsilon of these norms
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None = None,
-        query_scales: torch.Tensor | None = None,  # float32 [max_positions], by which queries are multiplied
+        query_scales: torch.Tensor | None = None,  # float32 [max_positions], factors of the queries
     ) -> torch.Tensor:
         """Normalize and rotate queries and keys, then do as `TorchAttention.forward`: [T, num_heads, head_dim]."""
         query = rope_and_cache(

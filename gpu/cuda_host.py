@@ -64,7 +64,7 @@ def check_compiler() -> None:
 
 
 def ensure_kernel_cache() -> None:
-    """Give Triton a private folder for compiled kernels if its own cannot be written.
+    """Give Triton a private folder for compiled kernels if its own is not writable.
 
     The private folder is removed when the process ends. Raises ConfigError if it cannot be made either.
     """
@@ -86,11 +86,11 @@ def ensure_kernel_cache() -> None:
             hint="Mount a volume there, or start the container with --tmpfs /tmp",
         ) from error
     atexit.register(shutil.rmtree, private, ignore_errors=True)
-    os.environ[CACHE_VARIABLE] = private  # ranks start later and use it, too
+    os.environ[CACHE_VARIABLE] = private  # for ranks, too, which start later
     logger.warning(
-        "Compiled kernels cannot be kept where %s or the home directory says (%s): they go to a temporary folder, and "
-        "every start compiles them anew. Name a folder that can be written, or mount a volume there.",
-        CACHE_VARIABLE,
+        "Triton's cache %s is not writable (%s); using a temporary folder, so every start compiles the kernels anew. "
+        "Set TRITON_CACHE_DIR to a writable folder, or mount a volume there.",
+        folder,
         reason,
     )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
 
 
-NO_TIERS = "blocks of this model are of no use without states, which are not kept outside the KV cache"
+NO_TIERS = "this model's KV blocks are useless without its states, which are kept only in the KV cache"
 
 
 def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> UniProcExecutor:
@@ -43,8 +43,8 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
 
 
 def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ranks: Any) -> tuple[Worker, str]:
-    """Return a worker with its weights, and a text on the error of rounding them. `ranks` are a `Worker`'s arguments
-    for one of several ranks."""
+    """Return a worker with its weights, and a sentence for the log about their quantization error. `ranks` are a
+    `Worker`'s arguments for one of several ranks."""
     device = resolve_device(options.device)
     spec = rank_spec(files.config, options, device, layout)
     ranks |= {"spec": spec, "progress": files.progress}
@@ -63,7 +63,7 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
 
 
 class UniProcExecutor:
-    """An `engine.executor.Executor` that prepares. On a CPU a step has run when `submit` returns."""
+    """An `engine.executor.Executor` of one worker. On a CPU a step has run when `submit` returns."""
 
     def __init__(self, worker: Worker, vocab_size: int) -> None:
         self.num_blocks = worker.kv_cache_size.num_blocks

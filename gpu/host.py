@@ -1,7 +1,7 @@
 """The machine: cores, memory, processor flags, shared memory.
 
-In a container the machine's own figures are too large, so the limits of control groups count, too. The functions take
-the root of the file system for tests. Linux only; a missing file means no limit.
+In a container the machine's own figures are too large, so the limits of control groups apply, too. For tests, the
+functions take the root of the file system. Linux only; a missing file means no limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def available_memory(root: Path = _ROOT) -> int:
         # The kernel frees cached file pages before it enforces the limit.
         stat = _read(group / "memory.stat")
         cached = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0)
-        for names in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # of versions 2 and 1
+        for names in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):  # cgroup versions 2 and 1
             limit, usage = (_read(group / f"memory.{name}") for name in names)
             if limit.isdigit() and usage.isdigit():
                 limits.append(max(0, int(limit) - int(usage) + cached))
@@ -71,7 +71,7 @@ def cuda_devices(root: Path = _ROOT) -> list[str]:
     if visible is not None:
         return [name for part in visible.split(",") if (name := part.strip()) and name != "-1"]
     nodes = [node for node in root.glob("dev/nvidia*") if node.name.removeprefix("nvidia").isdigit()]
-    return [str(index) for index in range(len(nodes))]  # CUDA numbers those that are there from 0
+    return [str(index) for index in range(len(nodes))]  # CUDA numbers the present devices from 0
 
 
 def _core_of(cpu: int, root: Path) -> tuple[str, str]:
@@ -80,7 +80,7 @@ def _core_of(cpu: int, root: Path) -> tuple[str, str]:
 
 
 def _cpu_quota(root: Path) -> float:
-    """Return the cores' worth of time that the control groups allow."""
+    """Return the CPU quota of the control groups, in cores."""
     quotas = [math.inf]
     for group in _cgroup_directories(root, "cpu"):
         quota, _, period = _read(group / "cpu.max").partition(" ")
@@ -124,8 +124,8 @@ def _read(path: Path) -> str:
 
 
 def allocate(descriptor: int, num_bytes: int, offset: int = 0) -> None:
-    """Make a file of shared memory at least as long, and allocate the memory now: otherwise the kernel would kill
-    (SIGBUS) a process that touches a page for which there is no memory. Raises HeadraceError."""
+    """Extend a file of shared memory to at least this size, and allocate the memory now: otherwise the kernel would
+    kill (SIGBUS) a process that touches a page for which there is no memory. Raises HeadraceError."""
     try:
         os.posix_fallocate(descriptor, offset, num_bytes)
     except OSError as error:

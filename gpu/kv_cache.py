@@ -28,11 +28,11 @@ class KVCacheSize:
     block_size: int  # tokens
     bytes_per_block: int  # over all layers of a KV group
     max_model_len: int
-    num_tokens: int  # of contexts as long as that
-    layers: str = ""  # of a block, in words, if it has not all of them
-    state_bytes: int = 0  # of a request's state, if the model has states
-    num_states: int = 0  # of running requests
-    num_checkpoints: int = 0  # further states
+    num_tokens: int  # tokens in contexts of `max_model_len`
+    layers: str = ""  # a text about a block's layers, if it does not have all
+    state_bytes: int = 0  # bytes of a request's state, if the model has states
+    num_states: int = 0  # states of running requests
+    num_checkpoints: int = 0  # states kept as checkpoints
 
     def __str__(self) -> str:
         states = ""
@@ -104,10 +104,10 @@ def kv_cache_size(
 
     If `kv_cache_memory` is given, the cache takes all of it; else it takes `budget`, or less if `max_num_seqs` requests
     of the longest context need less (all in bytes). `tokens_held` are the tokens that a block takes memory for, if they
-    are more than `block_size`. In a model with states, those of running requests and of checkpoints, which get
-    `checkpoint_share` of the memory, leave the rest to blocks. A rank's `spec` has its heads and layers. A
-    `max_model_len` of None is the model's own, lowered to the tokens that the cache holds. Raises ConfigError if not
-    even one block fits, or no request of the given `max_model_len`.
+    are more than `block_size`. States of running requests, and checkpoints of states (`checkpoint_share` of the
+    memory), are subtracted first; blocks get the rest. A rank's `spec` has its heads and layers. A `max_model_len` of
+    None is the model's own, lowered to the tokens that the cache holds. Raises ConfigError if not even one block fits,
+    or no request of the given `max_model_len`.
     """
     longest = check_max_model_len(config, max_model_len)
     spec = spec or spec_of(config)
@@ -115,7 +115,7 @@ def kv_cache_size(
     heads = next(layer.attention.heads for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
     bytes_per_block = layout.num_slots * 2 * heads.kv * heads.dim * element_size * (tokens_held or block_size)
 
-    def blocks(num_tokens: int) -> int:  # of one request, with two steps in flight
+    def blocks(num_tokens: int) -> int:  # blocks of one request, with two steps in flight
         return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)
 
     memory = max(0, budget) if kv_cache_memory is None else kv_cache_memory
@@ -173,17 +173,17 @@ def size_text(num_bytes: int) -> str:
 # The KV group of each layer, and the layer's slot in the group's blocks. `engine.plan` explains groups. Torch-free.
 
 
-STATE_GROUP = -1  # the last of a step's groups
+STATE_GROUP = -1  # index of a step's last group
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Layer l uses the memory of slot `slots[l]`, at the places in the block table of group `groups[l]`. Layers with
-    states have `STATE_GROUP`, and slots of their own behind the slots of blocks."""
+    """The cache memory of each layer: layer l uses slot `slots[l]` of the blocks in the block table of group
+    `groups[l]`. Layers with states have `STATE_GROUP`, and slots of their own after those of blocks."""
 
-    windows: tuple[int | None, ...]  # of each group
-    groups: tuple[int, ...]  # of each layer
-    slots: tuple[int, ...]  # of each layer
+    windows: tuple[int | None, ...]  # each group's window
+    groups: tuple[int, ...]  # each layer's group
+    slots: tuple[int, ...]  # each layer's slot
 
     @property
     def num_groups(self) -> int:
@@ -191,19 +191,19 @@ class KVLayout:
 
     @property
     def num_slots(self) -> int:
-        """The layers that a block has room for."""
+        """The number of layers that a block holds."""
         return 1 + max(slot for slot, group in zip(self.slots, self.groups, strict=True) if group != STATE_GROUP)
 
 
 def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
-    """Group the layers of equal attention window. A group has as many layers as the rarest window has; the last group
+    """Group the layers of equal attention window. A group has as many layers as have the rarest window; the last group
     of a window may be smaller.
 
     The groups are the same for all ranks of a model. With a rank's `spec`, layers and slots are those of the rank.
     """
     with_keys = [layer for layer in range(config.num_hidden_layers) if config.has_keys(layer)]
     windows = [config.window(layer) for layer in with_keys]
-    kinds = sorted(set(windows), key=lambda window: window or 0)  # full ones first
+    kinds = sorted(set(windows), key=lambda window: window or 0)  # full attention first
     num_slots = min(map(windows.count, kinds))
     places: dict[int, tuple[int, int]] = {}
     of_groups: list[int | None] = []

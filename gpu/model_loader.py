@@ -1,6 +1,6 @@
 """Choose the device and what computes there, and load a model onto it.
 
-The worker calls `load_model`. On a CPU the library of `gpu.cpu` computes where it was built, and torch is not imported.
+The worker calls `load_model`. On a CPU the C++ library computes if it was built, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class ServedModel(LanguageModel, Protocol):
 
 
 def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec:
-    """Return the part of a model that a rank holds, cut for what computes there. Raises ConfigError for more ranks than
-    the model can be cut for."""
+    """Return a rank's shard of a model, made for the library that computes it. Raises ConfigError if the model cannot
+    be sharded over so many ranks."""
     return sharded(spec_of(config), layout, gathers=library_for(config, options, device) is not None)
 
 
@@ -98,7 +98,7 @@ def load_model(
     suffice for all that a checkpoint allows.
 
     On a CPU the library's decoder is built, unless dtype is float32 or float16. There, dtype "auto" keeps a file's
-    quantized weights as they are, "bfloat16" does not. For torch, `gpu.models.torch_model.resolve_dtype` has "auto".
+    quantized weights as they are, "bfloat16" does not. For torch see `gpu.models.torch_model.resolve_dtype`.
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
     spec = spec or spec_of(config)
@@ -149,7 +149,7 @@ def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int
 
 
 def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
-    """Return the library if it computes this model as the options ask; None if torch does."""
+    """Return the C++ library if it supports this model with these options; None if torch computes."""
     if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
         return None
     return load_library() if CPUCausalLM.supports(config) else None
@@ -237,7 +237,7 @@ def _why_no_device() -> tuple[str, str]:
 
 
 def _why_torch(config: ModelConfig, options: WorkerOptions) -> ConfigError:
-    """Return the error for what needs torch, if torch is not installed."""
+    """Return the error that names what needs torch, which is not installed."""
     if options.dtype not in LIBRARY_DTYPES:
         return _needs_torch("dtype", options.dtype, "on a CPU it", "dtype=auto works")
     if load_library() is None:
@@ -252,7 +252,7 @@ def _needs_torch(setting: str, value: str, what: str, hint: str) -> ConfigError:
 
 
 def _has_cuda_driver() -> bool:
-    """Return True if there is a driver. Only then it is worth a second to ask torch for devices."""
+    """Return True if there is a driver. Without one, asking torch for devices would waste a second."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

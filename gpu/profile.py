@@ -82,7 +82,7 @@ class TorchProfile:
     def __init__(self) -> None:
         from torch.profiler import profile
 
-        self._profile = profile()  # of all that it can see here
+        self._profile = profile()  # records everything that the profiler supports here
         self._profile.start()
 
     def stop(self) -> list[Event]:

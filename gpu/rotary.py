@@ -37,7 +37,7 @@ def rotations(max_positions: int, head_dim: int, rope: Rope) -> Iterator[tuple[s
 
 
 def query_scales(max_positions: int, scaling: RopeScaling | None) -> Floats | None:
-    """Return what queries are multiplied by at each position, float32 [max_positions]; None if it is always 1."""
+    """Return the factor of queries at each position, float32 [max_positions]; None if it is always 1."""
     if scaling is None or not scaling.query_beta:
         return None
     turns = np.arange(max_positions, dtype=np.float32) // np.float32(scaling.original_max_position_embeddings)
@@ -76,8 +76,8 @@ def _scale_llama3(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
 
 
 def _scale_yarn(inverse: Floats, scaling: RopeScaling, theta: float) -> Floats:
-    """YaRN (Peng et al., arXiv:2309.00071, 3.2): as Llama 3's, but the blend is linear in the dimension, between those
-    that turn `beta_fast` and `beta_slow` times in the original context."""
+    """YaRN (Peng et al., arXiv:2309.00071, 3.2): like Llama 3.1, but the blend is linear in the dimension, between the
+    dimensions that turn `beta_fast` and `beta_slow` times in the original context."""
     dimensions = 2 * len(inverse)
     original = scaling.original_max_position_embeddings
     bounds = [

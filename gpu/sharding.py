@@ -1,12 +1,12 @@
 """The layout of ranks, and the part of each tensor that a rank holds.
 
 A pipeline stage has some of the layers. A tensor rank has some heads and inner features of each, and a part of the
-vocabulary. Heads are cut by KV group; if there are fewer KV heads than ranks, several ranks share one. Nothing has to
-divide evenly. Matrices behind heads and inner features are cut in one of two ways:
+vocabulary. Heads are split by KV group; if there are fewer KV heads than ranks, several ranks share one. Nothing has to
+divide evenly. Matrices after heads and inner features are sharded in one of two ways:
 
 1. By their inputs (row parallel, Megatron-LM, arXiv:1909.08053): every rank has partial sums, which an all-reduce adds.
-2. By their outputs (column parallel), like all others: an all-gather of the inputs goes before, and each output is the
-   same sum in the same order for any number of ranks.
+2. By their outputs (column parallel), like all other matrices: the inputs are all-gathered first, and each output is
+   the same sum in the same order for any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 
-TILE = 16  # outputs that the C++ library computes together: cuts are between tiles
-BLOCK = 32  # inputs that share a scale in most quantized types: cuts are between blocks if there is one for each rank
-STEP_TOKENS = 8  # tokens of the steps for which stages are balanced
+TILE = 16  # outputs that the C++ library computes together: shards are whole tiles
+BLOCK = 32  # inputs that share a scale in most quantized types: shards are whole blocks if each rank can have one
+STEP_TOKENS = 8  # stages are balanced for steps of so many tokens
 
 
 def sharded(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) -> architecture.DecoderSpec:
-    """Return this rank's part of a model: its tensors' shapes, and their ranges in the checkpoint's. With `gathers`,
-    every matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
+    """Return this rank's shard of a model: the shapes of its tensors, and their ranges in the checkpoint's tensors.
+    With `gathers`, every matrix is column parallel. Raises ConfigError if the model has too few parts for the ranks."""
     if layout.world_size == 1:
         return spec
     if spec.state_bytes:
@@ -58,7 +58,7 @@ def sharded(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) ->
 
 
 def check_cuts(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) -> None:
-    """Raise the ConfigError of any rank, and one for expert parallelism of a model without experts."""
+    """Raise ConfigError if the model cannot be sharded like this, or has no experts for expert parallelism."""
     if layout.enable_expert_parallel and not any(
         isinstance(layer.feed_forward, architecture.MoESpec) for layer in spec.layers
     ):
@@ -73,7 +73,7 @@ def check_cuts(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool)
 
 
 def cut(weights: Iterable[tuple[str, Weight]], spec: architecture.DecoderSpec) -> Iterator[tuple[str, Weight]]:
-    """Yield the part that `spec` has of each of a model's weights. Weights that it has no part of are not read."""
+    """Yield the shard of each weight that a rank's `spec` describes. Weights without a shard on it are not read."""
     ranges = ranges_of(spec)
     for given, weight in weights:
         name = text_name(given)
@@ -89,7 +89,7 @@ def stages(spec: architecture.DecoderSpec, count: int) -> list[Range]:
         raise ConfigError(
             "pipeline_parallel_size",
             count,
-            allowed=f"it is at most the model's {len(spec.layers)} layers",
+            allowed=f"it must not exceed the model's {len(spec.layers)} layers",
             hint=f"pipeline_parallel_size={len(spec.layers)} works",
         )
     costs = [weights_read(layer) for layer in spec.layers]
@@ -112,8 +112,8 @@ def stages(spec: architecture.DecoderSpec, count: int) -> list[Range]:
 
 
 def weights_read(layer: architecture.LayerSpec) -> int:
-    """Return the weights of a layer that a step of `STEP_TOKENS` tokens reads; of experts, the expected number if each
-    token goes to `top_k` random ones."""
+    """Return the number of a layer's weights that a step of `STEP_TOKENS` tokens reads; for experts, the expected
+    number if each token goes to `top_k` random experts."""
     network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in architecture.parts_of(layer))
     if not isinstance(network, architecture.MoESpec):
         return weights
@@ -123,7 +123,7 @@ def weights_read(layer: architecture.LayerSpec) -> int:
 
 @dataclass(frozen=True)
 class _Cutter:
-    """Cuts for one tensor rank."""
+    """Shards layers for one tensor rank."""
 
     size: int
     rank: int
@@ -133,9 +133,8 @@ class _Cutter:
     def layer(self, layer: architecture.LayerSpec) -> architecture.LayerSpec:
         kind = type(layer.feed_forward)
         if kind not in FEED_FORWARD:
-            raise ConfigError(
-                "tensor_parallel_size", self.size, allowed=f"a {kind.__name__} cannot be cut", hint="1 works"
-            )
+            allowed = f"{kind.__name__} layers do not support tensor parallelism"
+            raise ConfigError("tensor_parallel_size", self.size, allowed=allowed, hint="1 works")
         return replace(
             layer, attention=self.attention(layer.attention), feed_forward=FEED_FORWARD[kind](self, layer.feed_forward)
         )
@@ -146,7 +145,7 @@ class _Cutter:
                 "tensor_parallel_size",
                 self.size,
                 allowed="this model's norms of queries and keys are over all heads, so one rank must have them all",
-                hint="tensor_parallel_size=1 works, and pipeline_parallel_size cuts it by layers",
+                hint="tensor_parallel_size=1 works, and pipeline_parallel_size splits it by layers",
             )
         queries, kv = self.heads(spec.heads.query, spec.heads.kv)
         dim = spec.heads.dim
@@ -166,7 +165,7 @@ class _Cutter:
             raise ConfigError(
                 "tensor_parallel_size",
                 self.size,
-                allowed=f"it is at most the model's {query} query heads",
+                allowed=f"it must not exceed the model's {query} query heads",
                 hint=f"tensor_parallel_size={kv} works",
             )
         group = query // kv
@@ -185,8 +184,8 @@ class _Cutter:
         return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
 
     def experts(self, spec: architecture.MoESpec) -> architecture.MoESpec:
-        """Spread whole experts over the ranks; or, if that is not asked for and sums may be partial, cut each expert
-        like a dense network. Every rank has the router."""
+        """Spread whole experts over the ranks; without expert parallelism, and if sums may be partial, shard each
+        expert like a dense network. Every rank has the router."""
         shared = spec.shared
         if shared is not None and self.gathers:
             shared = shared if self.rank == self.size - 1 else None
@@ -198,14 +197,14 @@ class _Cutter:
             raise ConfigError(
                 "tensor_parallel_size",
                 self.size,
-                allowed=f"it is at most the {len(spec.experts)} experts of a layer, which are spread over the ranks",
+                allowed=f"it must not exceed the {len(spec.experts)} experts of a layer, which the ranks share out",
                 hint=f"tensor_parallel_size={len(spec.experts)} works",
             )
         first, last = share(len(spec.experts), self.size, self.rank)
         return replace(spec, experts=spec.experts[first:last], first=first, shared=shared)
 
     def after(self, part: architecture.Part, columns: Range) -> architecture.Part:
-        """Cut a matrix behind heads or inner features; this rank computes `columns` of its inputs."""
+        """Shard a matrix that follows heads or inner features; this rank computes `columns` of its inputs."""
         if self.gathers:
             return outputs(part, self.features(part.shape[0]))
         # Partial sums are added up, and only rank 0's has the bias.
@@ -233,14 +232,14 @@ def share(count: int, ranks: int, rank: int) -> Range:
 
 
 def features(size: int, ranks: int, rank: int, unit: int | None = None) -> Range:
-    """Return a rank's range of features, cut between units. Raises ConfigError for fewer units than ranks."""
+    """Return a rank's range of features, made of whole units. Raises ConfigError for fewer units than ranks."""
     unit = unit or (BLOCK if size % BLOCK == 0 and size // BLOCK >= ranks else TILE)
     count = -(-size // unit)
     if ranks > count:
         raise ConfigError(
             "tensor_parallel_size",
             ranks,
-            allowed=f"{size} features of this model are cut into units of {unit}, and each rank needs one unit",
+            allowed=f"{size} features of this model are split into units of {unit}, and each rank needs one unit",
             hint=f"tensor_parallel_size={count} works",
         )
     first, last = share(count, ranks, rank)
@@ -253,7 +252,7 @@ def vocabulary(size: int, ranks: int) -> list[Range]:
 
 
 def outputs(part: architecture.Part, rows: Range) -> architecture.Part:
-    """Cut a matrix to these outputs, or a vector to these elements, with their bias."""
+    """Return these outputs of a matrix, or these elements of a vector, with their bias."""
     return _cut(part, 0, rows)
 
 
@@ -270,7 +269,7 @@ def _cut(part: architecture.Part, dimension: int, bounds: Range) -> architecture
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the groups, and the number of this rank in the world.
+    """The parallel sizes, and this rank's number in the world.
 
     A model's layers are divided among pipeline stages, and each layer among the tensor ranks of its stage, which have
     consecutive numbers. Raises ConfigError for sizes below 1.

@@ -94,7 +94,7 @@ class Worker:
         self.perplexity: Perplexity | None = None
         if text and links == NO_LINKS:
             self.perplexity = perplexity(model, text[:room], options.block_size, len(self.facts.kv_windows))
-        # How many steps should be on their way at once: more than one where a step runs on by itself.
+        # The number of steps to keep in flight: more than one if the device runs steps while the host goes on.
         self.pipeline_depth = 2 if self._on_cuda else 1
 
     def enter_thread(self) -> None:
@@ -116,7 +116,7 @@ class Worker:
         return TorchProfile()
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """Return the tokens that each expert of each layer has had."""
+        """Return the number of tokens routed to each expert of each layer."""
         return [] if self._model is None else [counts.tolist() for counts in self._model.tokens_of_experts]
 
     def shutdown(self) -> None:
@@ -156,9 +156,9 @@ class Worker:
         return runner
 
     def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions, progress: Progress) -> int:
-        """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
+        """Return the bytes that the KV cache may take besides the weights. Raises ConfigError if more was asked for."""
         if self._on_cuda and self._links != NO_LINKS and options.kv_cache_memory is None:
-            allowed = "what the steps of a stage take on a CUDA device is not measured, so kv_cache_memory is needed"
+            allowed = "the memory of a stage's steps on a CUDA device is not measured, so kv_cache_memory is needed"
             raise ConfigError("kv_cache_memory", None, allowed=allowed, hint=f"kv_cache_memory={4 * GIB} works")
         if self._on_cuda:
             from gpu.device.warm_up import compile_stage, kv_cache_budget
@@ -200,7 +200,7 @@ _FEWEST_TOKENS = 32  # for a model so large that these take longer
 
 
 class Perplexity(NamedTuple):
-    """`value` of `num_tokens` tokens, each predicted from all before it."""
+    """The perplexity `value` of `num_tokens` tokens, each predicted from all before it."""
 
     value: float
     num_tokens: int

@@ -1,13 +1,13 @@
 """The wire formats: requests, answers and errors. Pure data: no device, no web server.
 
-Of the engine it imports messages, errors and child processes.
+From the engine, this package imports messages, errors and child processes.
 
 In reading order:
 
 errors          Every failure as an HTTP status and an error envelope.
-body            Bytes of a body to a checked request model, and the pages of lists.
+body            Request bodies parsed into checked models, and the pages of lists.
 jinja_sandbox   Chat templates compiled and rendered in a sandbox, in a child process if they are unknown.
-chat_template   Messages to the text that the model was trained on.
+chat_template   Messages rendered as the text that the model was trained on.
 tools           Kinds of tools, and tools that are not supported.
 request_fields  The fields that requests of every dialect have.
 syntax          How models write reasoning and tool calls.

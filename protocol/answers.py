@@ -1,7 +1,7 @@
 """Shapes of answers, writers, and frames of event streams.
 
-Shapes are closed (`Answer`), unless a dialect's SDKs define them: then they name what is always there (`OpenAnswer`).
-Here is what all dialects share; the rest is in their folders.
+A shape has no other keys than its fields (`Answer`), unless a dialect's SDKs define it: then its fields are the keys
+that are always present (`OpenAnswer`). This module has what all dialects share; the rest is in their folders.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Trace(Answer):
 
 
 class Aborted(Answer):
-    """`aborted`: how many requests had one of the ids."""
+    """`aborted`: the number of requests that had one of the ids."""
 
     aborted: int
 
@@ -161,7 +161,7 @@ class AnswerContext:
     decode: Callable[[list[int]], str]
     message_format: MessageFormat
     hidden_ids: Container[int] = frozenset()
-    fingerprint: str | None = None  # of the model and of how it is computed
+    fingerprint: str | None = None  # identifies the model and its computation
 
     def parser(self) -> MessageParser:
         return self.message_format.parser(self.token_bytes)
@@ -179,7 +179,7 @@ class StreamWriter(Protocol):
         ...
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput]) -> bytes:
-        """Return the last frames after an error. `unsent` was generated and will not be fed."""
+        """Return the last frames after an error. `unsent` are generated outputs that will not be fed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a body to a checked request model, and the pages of lists.
+"""Request bodies parsed into checked models, and the pages of lists.
 
 1. Models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a float, NaN and infinity are not.
 2. Unknown fields are accepted without effect, because clients send fields newer than any server; the header
@@ -41,15 +41,15 @@ MAX_FIELDS = 1024
 """The largest number of fields of one object, with unknown ones."""
 
 MAX_JSON_WEIGHT = 2**20
-"""The limit of one body. A value weighs 1 and holds the interpreter's lock for at most 0.07 microseconds."""
+"""The largest weight of one body. A value weighs 1 and holds the interpreter's lock for at most 0.07 microseconds."""
 
 _COMPOUND = 8  # the weight of an object, array or field name in addition to that of a number
 _PIECE = 64 * 1024  # bytes that are counted without releasing the interpreter's lock
-_MAX_SHOWN = 40  # characters of an unknown type that come back
+_MAX_SHOWN = 40  # characters of an unknown type that an error repeats
 
 
 def at_most(limit: int, entries: str) -> BeforeValidator:
-    """Refuse a longer array or object before anything in it is checked."""
+    """Return a validator that refuses arrays and objects of more entries, before checking their content."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -60,7 +60,7 @@ def at_most(limit: int, entries: str) -> BeforeValidator:
 
 
 def at_most_inside(limit: int, entries: str) -> BeforeValidator:
-    """Refuse an array of objects that hold more entries in all, before anything in them is checked.
+    """Return a validator that refuses arrays of objects with more entries in total, before checking their content.
 
     Each entry costs microseconds of the GIL, and objects for the garbage collector to visit.
     """
@@ -74,7 +74,7 @@ def at_most_inside(limit: int, entries: str) -> BeforeValidator:
 
 
 def _num_inside(objects: list[Any], depth: int = 3) -> int:
-    """Count the entries of arrays that are fields of these objects, or their fields' `content`, nested ones too."""
+    """Count the entries of all arrays, nested ones too, in these objects' fields and in the `content` of fields."""
     count = 0
     for each in objects:
         if isinstance(each, dict):
@@ -91,12 +91,12 @@ def type_of(value: Any) -> Any:
 
 
 class OneOf:
-    """Annotates a union of models with a fixed `type`, one for all other types (the last without), and JSON types.
+    """Annotates a union of models with a fixed `type`, a model for all other types (the last one), and JSON types.
 
-    An object goes to the model of its `type`; `default` is the type of an object without one. Another type goes to the
-    model for others if `others(type)` is true; its schema excludes the fixed types, unless the member brings a schema.
-    The rest is refused: a value of another JSON type with `expected`, a type by its name. `kind_of` returns the type of
-    an object, or the model for it.
+    An object goes to the model of its `type`; `default` is the type of an object without one. An object of another type
+    goes to the model for other types if `others(type)` is true; that model's schema excludes the fixed types, unless it
+    brings its own schema. All else is an error: with `expected` for another JSON type, with its name for another
+    `type`. `kind_of` returns the type of an object, or the model for it.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ def json_text(value: Any, param: str) -> str:
     """Return `value`, of the field `param`, as JSON text. Raises `InvalidRequest`."""
     try:
         return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+    except orjson.JSONEncodeError:  # the value came from JSON, so only its depth can be wrong
         raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
 
 
@@ -184,7 +184,7 @@ def check_size(value: Any, limit: int) -> Any:
     """Refuse JSON that is longer than `limit` bytes. Return the value."""
     try:
         size = len(orjson.dumps(value))
-    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+    except orjson.JSONEncodeError:  # the value came from JSON, so only its depth can be wrong
         raise PydanticCustomError("rule", "is nested too deeply") from None
     if size > limit:
         raise PydanticCustomError("rule", f"takes at most {limit} bytes of JSON, got {size}")
@@ -201,10 +201,10 @@ class _FailFast(FailFast):
 
 
 fail_fast = _FailFast()
-"""The annotation of a list of which only the first wrong entry is reported."""
+"""The annotation of a list: only its first wrong entry is reported."""
 
 
-_MODELS: list[type[BaseModel]] = []  # in the order in which they are defined, parts before what is made of them
+_MODELS: list[type[BaseModel]] = []  # in the order of definition: parts before the models that contain them
 
 
 def build_models() -> None:
@@ -259,7 +259,7 @@ class ClientModel(BaseModel):
 class RequestBody(ClientModel):
     """The body of a request, with the names of the client's fields that have no effect.
 
-    `labels` are fields that name or bill a request: no answer depends on them, so they are not named.
+    `labels` are fields that name or bill a request: no answer depends on them, so no warning names them.
     """
 
     labels: ClassVar[frozenset[str]] = frozenset(
@@ -320,7 +320,7 @@ def decode_json(body: bytes) -> Any:
 
 
 def weight_above(body: bytes, limit: int) -> bool:
-    """Return True if the values of `body` weigh more than `limit`. Counts outside strings, a piece at a time.
+    """Return True if the values of `body` weigh more than `limit`. Strings' content does not count. Reads in pieces.
 
     Decoding is one call that keeps the GIL: 16 MiB of empty arrays would stop every thread for a second.
     """

@@ -1,4 +1,4 @@
-"""Messages to the text that the model was trained on.
+"""Messages rendered as the text that the model was trained on.
 
 1. A template is foreign code: it sees JSON values only and runs in Jinja's immutable sandbox; one that is not known to
    be harmless also runs in a process of its own (`TemplateProcesses`).
@@ -44,14 +44,14 @@ Segment = tuple[str, bool]
 
 
 class Markup(str):
-    """Text of the server's own: control tokens that it spells are control tokens."""
+    """Text of the server: control tokens spelled in it become control tokens."""
 
     __slots__ = ()
 
 
 class Written(str):
-    """Text out of pieces, of which those of type `Markup` keep their control tokens. Only a whole `Written` has them:
-    what string methods make of it is plain text."""
+    """Text made of pieces; pieces of type `Markup` keep their control tokens. String methods of it return plain text
+    without control tokens."""
 
     __slots__ = ("pieces",)
     pieces: tuple[str, ...]
@@ -67,9 +67,9 @@ class Written(str):
         return cls(*[piece for text in texts for piece in (separator, text)][1:])
 
 
-_MAX_TEMPLATE_COMPLAINT = 200  # characters of it that reach the client
+_MAX_TEMPLATE_COMPLAINT = 200  # characters of a template's error that reach the client
 
-# sha256 of sources that are rendered in the server: they loop over messages and nothing else.
+# sha256 of sources that are rendered in the server's process, because they only loop over messages.
 _KNOWN = {
     hashlib.sha256(CHATML.encode()).hexdigest(),
     "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",  # the embedded model's
@@ -94,7 +94,7 @@ class Renderer(Protocol):
         ...
 
     def render(self, context: dict[str, Any]) -> str:
-        """Raises `RenderingFailed`. Threads may render at once."""
+        """Return the text. Raises `RenderingFailed`. Threads may render at the same time."""
 
 
 class ChatTemplate:
@@ -127,7 +127,7 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables
 
     def find_content_form(self, name: str) -> None:
-        """Set `takes_parts`, once, before threads share the template: does it read a string or a list of parts?
+        """Set `takes_parts`: whether the template reads a list of parts or a string. Call before threads share it.
 
         A template that loops over parts shows nothing of a string, and one for strings prints a list as Python does, so
         the right form shows a marker exactly once. Raises `ChatTemplateError` with the model's `name` if neither shows
@@ -170,7 +170,7 @@ class ChatTemplate:
         With `continue_final_message` it ends with the last message's content. `variables` cannot replace those set
         here. The role ``developer`` becomes ``system`` for templates that do not know it. Raises `InvalidRequest`
         (param ``messages``) if the template cannot render these messages or they grow too long, `ChatTemplateError` if
-        it does something forbidden, `ApiError` 503 if its process was ended from outside, twice.
+        it does something forbidden, `ApiError` 503 if its process was killed from outside, twice.
         """
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
@@ -204,7 +204,7 @@ class ChatTemplate:
                     code="rendering_interrupted",
                     headers={"retry-after": "1"},
                 ) from exc
-            # A complaint in the template's words may quote a message: cut short, without our markers.
+            # A template's own error may quote a message: it is shortened, and our markers are removed.
             words = segments_text(shield.split(exc.words))[:_MAX_TEMPLATE_COMPLAINT]
             if exc.kind is Failure.UNSAFE:
                 raise ChatTemplateError(f"The chat template of this model tries something unsafe: {words}.") from exc
@@ -364,7 +364,7 @@ class TemplateProcesses:
             try:
                 return self._ask(process, message, self._timeout)
             except RenderingFailed as failure:
-                # It died after its last rendering, or that one left too little of its memory.
+                # The process died after its last rendering, or that rendering left it too little memory.
                 if failure.kind not in (Failure.GONE, Failure.MEMORY):
                     raise
         left = self._timeout - (time.monotonic() - began)
@@ -380,7 +380,7 @@ class TemplateProcesses:
         return process, self._ask(process, self._source, self._timeout, idle=False)
 
     def _ask(self, process: ChildProcess, message: bytes, seconds: float, *, idle: bool = True) -> str:
-        """Return the answer. Afterwards the process is in the pool if `idle`, or has ended if it failed."""
+        """Return the process's answer. Afterwards the process is in the pool if `idle`, or has ended if it failed."""
         usable = False
         try:
             if self._pool.is_closed:

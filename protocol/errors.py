@@ -21,7 +21,7 @@ TAG_PREFIX = "$"
 """Union tags in request models start with this, so that they can be dropped from a field's path."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MAX_SHOWN = 40  # characters of a client's value that come back in a message
+_MAX_SHOWN = 40  # characters of a client's value that an error repeats
 
 
 class ApiError(Exception):
@@ -141,7 +141,7 @@ def _sentence(error: ErrorDetails, path: str) -> str:
 
 
 def shown(value: Any, secret: bool = False) -> str:
-    """Return a client's value as a message may repeat it."""
+    """Return a client's value in the form in which an error may repeat it."""
     match value:
         case None:
             return "null"

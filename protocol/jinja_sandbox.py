@@ -22,15 +22,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.child_main import serve, to_bytes, to_text
 
 MAX_RENDERED_CHARS = 32 * 2**20
-"""More than any context holds, and little enough for the server's memory."""
+"""The most characters of a rendering: more than any context holds, and little enough for the server's memory."""
 
 
 class Failure(enum.IntEnum):
-    """The reasons for a rendering without a text."""
+    """The reasons why a rendering failed."""
 
-    SYNTAX = 1  # it cannot be compiled
-    UNSAFE = 2  # it tries what the sandbox forbids
-    UNFIT = 3  # it breaks on these messages, or complains of them
+    SYNTAX = 1  # the template cannot be compiled
+    UNSAFE = 2  # the template does what the sandbox forbids
+    UNFIT = 3  # the template fails on these messages, or raises an error
     TOO_LONG = 4  # more than MAX_RENDERED_CHARS
     MEMORY = 5
     TIME = 6
@@ -38,7 +38,7 @@ class Failure(enum.IntEnum):
 
 
 class RenderingFailed(Exception):
-    """A template gave no text. `words` give the reason and may quote the messages."""
+    """A rendering failed. `words` give the reason and may quote the messages."""
 
     def __init__(self, kind: Failure, words: str) -> None:
         super().__init__(kind, words)
@@ -57,7 +57,7 @@ class CompiledTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             raise RenderingFailed(Failure.SYNTAX, f"{exc.message} (line {exc.lineno})") from exc
-        except Exception as exc:  # what Python's own compiler says of it, or a source that is nested too deeply
+        except Exception as exc:  # Python's compiler fails, or the source is nested too deeply
             raise _failed(exc, Failure.SYNTAX) from exc
 
     def render(self, context: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ class CompiledTemplate:
         except RenderingFailed:
             raise
         except (jinja2.TemplateError, TypeError) as exc:
-            # In the template's words. Other exceptions may quote a message.
+            # The template's own error. Other exceptions may quote a message.
             raise RenderingFailed(Failure.UNFIT, str(exc)) from exc
         except Exception as exc:
             raise _failed(exc, Failure.UNFIT) from exc
@@ -91,15 +91,15 @@ def too_long() -> RenderingFailed:
 def _failed(exc: Exception, kind: Failure) -> RenderingFailed:
     if isinstance(exc, MemoryError):
         return RenderingFailed(Failure.MEMORY, "it takes more memory than it may have")
-    if isinstance(exc, RecursionError):  # of Jinja's parser, of Python's for what it made, or of the template's macros
+    if isinstance(exc, RecursionError):  # in Jinja's parser, in Python's, or in the template's macros
         return RenderingFailed(kind, "it is nested too deeply (RecursionError)")
     return RenderingFailed(kind, type(exc).__name__)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        # Jinja's own answer is an undefined value, which prints as nothing: a trick would pass unnoticed.
-        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
+        # Jinja's own answer is an undefined value, which prints as nothing: an attack would go unnoticed.
+        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is not allowed")
 
 
 class _GenerationTag(Extension):
@@ -145,11 +145,11 @@ _ENVIRONMENT.globals["strftime_now"] = _strftime_now
 #     child → parent   0 and the text (first: the names of its variables, as JSON), or a `Failure` and words
 
 
-_MOST_WORDS = 2**16  # characters of a complaint, some of which are markers
+_MOST_WORDS = 2**16  # characters of an error, markers included
 
 
 def main(timeout: float) -> None:
-    """Serve the parent until it closes the socket. `timeout`: seconds of the processor that a rendering may take."""
+    """Serve the parent until it closes the socket. `timeout`: CPU seconds that a rendering may take."""
     template: CompiledTemplate | None = None
 
     def answer(message: bytearray) -> tuple[int, bytes]:

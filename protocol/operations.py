@@ -26,7 +26,7 @@ class Operation:
     """One method of one path, as clients see it.
 
     A body is one of the models of `request`. `answer` is the shape of the answer's body or its content type, None for
-    an empty body; statuses in `also` have the same. `errors` leaves out 401, which all have that are not `is_open`.
+    an empty body; statuses in `also` have the same body. `errors` omits 401, which operations have unless `is_open`.
     `query` are the schemas of the query's fields that have an effect; none of them is required.
     """
 
@@ -45,17 +45,17 @@ class Operation:
 def generates(
     path: str, summary: str, request: type[ClientModel], answer: type[Struct], *, streams: bool = True
 ) -> Operation:
-    """An operation that takes a queue slot and gets tokens from the engine."""
+    """Return an operation that takes a queue slot and gets tokens from the engine."""
     return Operation("post", path, summary, answer, [request], (400, 404, 413, 429, 500, 503, 504), streams=streams)
 
 
 def asks(path: str, summary: str, answer: type[Struct], *request: type[ClientModel]) -> Operation:
-    """An operation that needs only tokenizer and template."""
+    """Return an operation that needs only tokenizer and template."""
     return Operation("post", path, summary, answer, request, (400, 404, 413, 503))
 
 
 def finds(method: Method, path: str, summary: str, answer: type[Struct], **options: Any) -> Operation:
-    """An operation on a thing that exists already. `options` are fields of `Operation`."""
+    """Return an operation on an object that must exist. `options` are fields of `Operation`."""
     return Operation(method, path, summary, answer, errors=(400, 404, 503), **options)
 
 

@@ -18,7 +18,7 @@ from protocol.operations import Dialect, Method, Operation, asks, finds
 from protocol.request_fields import TruncatedPrompt
 from protocol.responses.dialect import RESPONSES
 
-MAX_TOKENS = 2**20  # of one request
+MAX_TOKENS = 2**20  # tokens of one request
 
 
 class TokenizeTextRequest(TruncatedPrompt):

@@ -49,10 +49,10 @@ RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class TruncatedPrompt(RequestBody):
-    """A request with a prompt that may be cut to a number of tokens."""
+    """A request with a prompt that may be truncated."""
 
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: what the context leaves
-    truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: as many as fit
+    truncation_side: Literal["left", "right"] = "left"  # the side that is cut off
 
     @property
     def left_out(self) -> IgnoredParts:
@@ -60,7 +60,7 @@ class TruncatedPrompt(RequestBody):
         return IgnoredParts(fields=self.without_effect)
 
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Return the part of a prompt that the client asked for. Raises `InvalidRequest` for more than the context."""
+        """Return the prompt, truncated as requested. Raises `InvalidRequest` for a length beyond the context."""
         count = self.truncate_prompt_tokens
         if count is None:
             return token_ids
@@ -119,7 +119,7 @@ class RequestFields(EngineRequest):
 
     @abstractmethod
     def translate(self) -> RequestFields:
-        """Return the `protocol.openai.generation.GenerationRequest` that this request means: OpenAI's mean themselves.
+        """Return the `protocol.openai.generation.GenerationRequest` for this request; OpenAI's return themselves.
 
         Raises `ApiError` 400 and `InvalidRequest`.
         """

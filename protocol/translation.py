@@ -36,7 +36,7 @@ C = TypeVar("C", bound=TranslatedChat)
 class DialectRequest(ConversationFields, StructuredOutputFields):
     """A request of a dialect, with the common fields, which `chat_fields` passes to chat.
 
-    It refuses fields that chat refuses, and those with effects that the dialect's answers have no place for.
+    It refuses fields that chat refuses, and fields with effects that the dialect's answers cannot show.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -59,7 +59,7 @@ class DialectRequest(ConversationFields, StructuredOutputFields):
 
 
 def chat_request(chat: type[C], fields: Mapping[str, Any]) -> C:
-    """Return the chat request with those of these fields that are not None.
+    """Return a chat request with those `fields` that are not None.
 
     Raises `ApiError` 400 with the dialect's names if chat refuses one.
     """
@@ -78,7 +78,7 @@ def _in_words_of(names: Mapping[str, str], message: str, param: str | None) -> t
     theirs = names.get(head, head)
     if head == "messages":
         rest = []  # one of a dialect's turns may be several of chat's: the number would mislead
-    # Chat wraps what a tool is into `function`, dialects do not.
+    # Chat nests a tool's fields in `function`; dialects do not.
     theirs = ".".join([theirs, *(names.get(part, part) for part in rest if part != "function")])
     if message.startswith(param):
         return theirs + message[len(param) :], theirs

@@ -1,8 +1,8 @@
 """The parts of a model, their names in files, and mixtures of experts.
 
-A family of models is one `Architecture`. With a configuration it gives a `DecoderSpec`, which the readers of files, the
-layers of `gpu.models` and the library of `gpu.cpu` use. Another computation is another class instead of a flag: readers
-choose by the class, and refuse one that they do not know.
+A family of models is one `Architecture`. It makes a `DecoderSpec` from a configuration; the file readers, the layers of
+`gpu.models` and the C++ library of `gpu.cpu` work from that. A different computation is another class, not a flag: code
+dispatches on the class, and refuses classes that it does not support.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any
 
 from gpu.checkpoint.config import HeaderField, ModelConfig, RopeScaling
 
-Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a part begins and ends
+Ranges = tuple[tuple[int, int], ...]  # for each dimension of a tensor, the begin and the end of a part
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of a Hugging Face checkpoint with a part of every expert, [experts, in_features, outputs], possibly with
-    biases `name`_bias [experts, outputs]. It may be in MXFP4: `gpu.checkpoint.tensors`. Without experts it is a matrix
-    [outputs, in_features] with parts one below the other (`fused`)."""
+    """A tensor of a Hugging Face checkpoint that holds a matrix of every expert, [experts, in_features, outputs],
+    possibly with biases `name`_bias [experts, outputs] or in MXFP4 (`gpu.checkpoint.tensors`). Without experts: a
+    matrix [outputs, in_features] that stacks several parts by rows (`fused`)."""
 
     name: str
-    start: int = 0  # the part has every `step`-th output from this one on
+    start: int = 0  # the part's first output; it has every `step`-th from there
     step: int = 1
-    in_gguf: bool = False  # a GGUF file has the matrix, too
-    stop: int | None = None  # the output that the part ends before; None: it ends with the last one
+    in_gguf: bool = False  # GGUF files stack the parts, too
+    stop: int | None = None  # the end of the part's outputs, exclusive; None: the last output
     outputs_first: bool = False  # the tensor is [experts, outputs, in_features]
 
 
 @dataclass(frozen=True)
 class HeadOrder:
-    """The order of a head's rows in a file. The first `rotary` of them rotate in pairs: neighbours if `interleaved`,
-    else rows half of `rotary` apart.
+    """The order of a head's rows in a file. The first `rotary` rows rotate in pairs: adjacent rows if `interleaved`,
+    else rows `rotary` / 2 apart.
 
-    Readers reorder the rows so that all pairs are half a head apart, with pairs that do not rotate behind those that
-    do. Queries and keys are reordered alike, so no score changes, and one rotation serves all models.
+    Readers reorder the rows so that the two rows of each pair are half a head apart, rotating pairs first. Queries and
+    keys are reordered alike, so no score changes, and one rotation serves all models.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class HeadOrder:
     interleaved: bool
 
     def rows(self) -> tuple[int, ...]:
-        """Return the row in the file of each row of a head."""
+        """Return, for each row of a head, its row in the file."""
         half, others = self.rotary // 2, (self.dim - self.rotary) // 2
         pairs = [(2 * i, 2 * i + 1) if self.interleaved else (i, half + i) for i in range(half)]
         pairs += [(self.rotary + i, self.rotary + others + i) for i in range(others)]
@@ -57,20 +57,20 @@ class Part:
     """A matrix [out_features, in_features] or a vector, possibly with a bias [out_features]."""
 
     name: str  # in a Hugging Face checkpoint, without `suffix` and ".bias"
-    gguf: str  # the same in a GGUF file
+    gguf: str  # its name in a GGUF file, likewise
     shape: tuple[int, ...]
     bias: bool = False
-    offset: float = 0.0  # added to the numbers of a Hugging Face checkpoint; a GGUF file has the sums
-    order: HeadOrder | None = None  # of the rows of each head in a Hugging Face checkpoint; None: ours
+    offset: float = 0.0  # added to a Hugging Face checkpoint's numbers; GGUF files store the sums
+    order: HeadOrder | None = None  # row order of each head in a Hugging Face checkpoint; None: this project's
     gguf_order: HeadOrder | None = None  # the same in a GGUF file
-    suffix: str = ".weight"  # a GGUF file's is always this
-    ranges: Ranges | None = None  # of the checkpoint's tensor, if this is one rank's part (`gpu.sharding`)
+    suffix: str = ".weight"  # in a Hugging Face checkpoint; GGUF files always use this one
+    ranges: Ranges | None = None  # ranges of the checkpoint's tensor, if this is one rank's part (`gpu.sharding`)
     expert: int | None = None  # its index in the tensor of all experts, in a GGUF file or in a `stack`
-    stack: Stack | None = None  # None: it has a tensor of its own in a Hugging Face checkpoint
+    stack: Stack | None = None  # None: the part has its own tensor in a Hugging Face checkpoint
 
     @property
     def rows(self) -> slice:
-        """The part's rows in its stack, a matrix."""
+        """The part's rows in its stack, if that is a matrix."""
         start = self.stack.start if self.stack is not None else 0
         return slice(start, start + self.shape[0])
 
@@ -106,17 +106,17 @@ class Rope:
 
     theta: float
     scaling: RopeScaling | None = None
-    dim: int | None = None  # dimensions of a head that rotate, the first of either half; None: all
-    size: int | None = None  # the first dimensions of a head, which rotate alone; None: all rotate
+    dim: int | None = None  # rotating dimensions: the first dim / 2 of each half of a head; None: all
+    size: int | None = None  # only this many first dimensions of a head rotate; None: all
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them, or with
-    `norm_together` all query heads as one vector and all key heads as another.
+    """Grouped-query attention with rotary positions. `qk_norm` normalizes each query and key head before the rotation;
+    with `norm_together`, all query heads are one vector and all key heads another.
 
     `sinks` [query heads] are additional scores, as in gpt-oss (Xiao et al., arXiv:2309.17453, uses tokens instead):
-    each takes its share of its head's softmax and adds no value. Neither scale nor softcap changes them.
+    each counts in its head's softmax but has no value. Neither scale nor softcap changes them.
     """
 
     heads: Heads
@@ -130,8 +130,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class GatedAttentionSpec(AttentionSpec):
-    """Attention with an output that is multiplied by a sigmoid. The first projection has both for each query head: the
-    query, then the gate (Qiu et al., arXiv:2505.06708)."""
+    """Attention with its output multiplied by the sigmoid of a gate (Qiu et al., arXiv:2505.06708). The first
+    projection has, for each query head, the query and then the gate."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class GatedDeltaSpec:
     value_heads: int
     key_dim: int
     value_dim: int
-    projections: tuple[Part, ...]  # of queries, keys, values, output gates z, and of b and a: see `by_key_head`
+    projections: tuple[Part, ...]  # for queries, keys, values, output gates z, b and a: see `by_key_head`
     conv: Part  # [channels of queries, keys and values, 1, tokens]
     dt_bias: Part  # float32 [value heads], as is `a_log`
     a_log: Part
-    norm: RMSNormSpec  # of each value head, before the output gate
+    norm: RMSNormSpec  # applied to each value head, before the output gate
     out: Part
-    # True: two projections, of (q, k, v, z) and of (b, a), have the rows of one key head after the other. False: four,
-    # of (q, k, v), z, b and a.
+    # True: two projections, (q, k, v, z) and (b, a), with rows grouped by key head. False: four projections, (q, k, v),
+    # z, b and a.
     by_key_head: bool
 
     @property
@@ -164,7 +164,7 @@ class GatedDeltaSpec:
 
     @property
     def state_size(self) -> int:
-        """The float32 numbers of a request's state: the heads' S, and the latest inputs of the convolution."""
+        """The number of float32 values in a request's state: each head's S, and latest inputs of the convolution."""
         return self.value_heads * self.key_dim * self.value_dim + self.conv_dim * (self.conv.shape[2] - 1)
 
 
@@ -179,13 +179,13 @@ class SwiGLUSpec:
 
 @dataclass(frozen=True)
 class GeGLUSpec(SwiGLUSpec):
-    """down(gelu(gate(x)) * up(x)), where gelu is approximated by a tanh."""
+    """The network down(gelu(gate(x)) * up(x)), with the tanh approximation of gelu."""
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLUSpec(SwiGLUSpec):
-    """down((u + 1) * g * sigmoid(alpha * g)), as in gpt-oss: g is gate(x) limited to `limit` from above, and u is up(x)
-    limited to -limit and limit."""
+    """The network down((u + 1) * g * sigmoid(alpha * g)) of gpt-oss: g is gate(x), at most `limit`; u is up(x), clamped
+    to -limit and limit."""
 
     alpha: float
     limit: float
@@ -193,27 +193,26 @@ class ClampedSwiGLUSpec(SwiGLUSpec):
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts (Shazeer et al., arXiv:1701.06538): the sum of the `top_k` experts with the largest scores
-    of the router (of equal ones the first), each times its share of the softmax over all scores, or with `normalized`
-    over the chosen experts' scores. A `shared` expert is added for every token, times the sigmoid of `shared_gate`."""
+    """A mixture of experts (Shazeer et al., arXiv:1701.06538): the sum of the `top_k` experts with the largest router
+    scores (lower index first if equal), each weighted by the softmax over all scores, or with `normalized` over the
+    chosen scores. The `shared` expert, weighted by the sigmoid of `shared_gate`, is added for every token."""
 
     router: Part  # [experts of the model, hidden]
     experts: tuple[SwiGLUSpec, ...]  # all of one kind and shape; a rank may have some of the model's
     top_k: int
     normalized: bool
     first: int = 0  # the index of `experts[0]` in the model
-    shared: SwiGLUSpec | None = None  # None: there is none, or another rank has it
+    shared: SwiGLUSpec | None = None  # None: the model has none, or another rank holds it
     shared_gate: Part | None = None  # [1, hidden]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Attention and a feed-forward network. Each comes after its norm, if it has one, and its output is added to the
-    residual stream, possibly after another norm. Kinds of networks form a union here, so mypy names readers that lack
-    one."""
+    """Attention and a feed-forward network. Each may have a norm before and another after it; its output is added to
+    the residual stream. Kinds of networks form a union here, so that mypy finds code that misses a kind."""
 
     attention_norm: RMSNormSpec | None
-    attention: Any  # an AttentionSpec, except in layers with states: a GatedDeltaSpec
+    attention: Any  # an AttentionSpec, or a GatedDeltaSpec in layers with a state
     feed_forward_norm: RMSNormSpec | None
     feed_forward: SwiGLUSpec | GeGLUSpec | MoESpec
     attention_post_norm: RMSNormSpec | None = None
@@ -222,8 +221,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer, or one rank's part of it (`gpu.sharding`): only the last stage has norm and head, and
-    only the first has the embedding, unless it is also the head of the last."""
+    """A decoder-only transformer, or one rank's part of it (`gpu.sharding`): only the last stage has norm and head.
+    Only the first has the embedding, but if it is also the head, the last has it too."""
 
     embedding: Part | None
     layers: tuple[LayerSpec, ...]
@@ -242,7 +241,7 @@ class DecoderSpec:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a request's states in all layers; 0 without such layers."""
+        """The bytes of a request's states over all layers; 0 if no layer has a state."""
         return sum(4 * layer.state_size for layer in self.delta_layers)
 
 
@@ -275,8 +274,8 @@ def norm_of_layer(
 def llama_layer(
     config: ModelConfig, index: int, *, gguf_interleaved: bool = False, interleaved: bool = False
 ) -> LayerSpec:
-    """Return a layer of Llama, which most families share. Pairs that rotate are neighbours in files of either kind if
-    `interleaved`, or in GGUF files alone."""
+    """Return the `LayerSpec` of a Llama layer, reused by most families. Rotating pairs are adjacent rows in all files
+    if `interleaved`, or only in GGUF files if `gguf_interleaved`."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     rotary = dim if config.rotary_dim is None else config.rotary_dim
     order = HeadOrder(dim, rotary, interleaved) if interleaved or rotary != dim else None
@@ -323,7 +322,7 @@ def llama_layer(
 
 
 def fused(name: str, gguf: str | None, *parts: Part) -> tuple[Part, ...]:
-    """Return matrices that a checkpoint has as one, one below the other. `gguf` None: a GGUF file has each alone."""
+    """Return `parts` as row ranges of the matrix `name` that stacks them. `gguf` None: in GGUF files each is alone."""
     starts = itertools.accumulate((part.shape[0] for part in parts), initial=0)
     return tuple(
         replace(part, gguf=gguf or part.gguf, stack=Stack(f"{name}.weight", start, in_gguf=gguf is not None))
@@ -332,13 +331,13 @@ def fused(name: str, gguf: str | None, *parts: Part) -> tuple[Part, ...]:
 
 
 def fused_network(network: object, name: str, gguf: str | None) -> SwiGLUSpec:
-    """Return a network with gate and up in one matrix."""
+    """Return `network` with gate and up stacked in one matrix."""
     assert isinstance(network, SwiGLUSpec)
     gate, up = fused(name, gguf, network.gate, network.up)
     return replace(network, gate=gate, up=up)
 
 
-# Keys of config.json that change the computation, with the only values that a layer of Llama implements.
+# Keys of config.json that change the computation, with the values that a Llama layer implements.
 PARTIAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
@@ -349,32 +348,32 @@ LLAMA_VALUES = {**PARTIAL_VALUES, "partial_rotary_factor": (1.0, None)}
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One family of models: the names and meaning of its files, and the parts of its layers. The numbers that all
-    families have are in `gpu.checkpoint.config`."""
+    """One family of models: how to read its files, and the parts of its layers. Numbers common to all families are in
+    `gpu.checkpoint.config`."""
 
     name: str  # in `architectures` of config.json
-    gguf: str | None = None  # `general.architecture` of GGUF files; None: there are none, or they name another family
+    gguf: str | None = None  # `general.architecture` of GGUF files; None: no such files, or they name another family
     # The values of keys that a config.json lacks: the defaults of transformers' configuration class for this family.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    nullable: frozenset[str] = frozenset({"sliding_window"})  # numbers for which config.json may have null
+    nullable: frozenset[str] = frozenset({"sliding_window"})  # numbers that may be null in config.json
     model_type: str | None = None  # the value in config.json by which transformers chooses the family
     allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
-    attention_bias: bool | str = False  # on q, k and v, or the key that says so; for a GGUF file its tensors decide
+    attention_bias: bool | str = False  # on q, k and v, or the key with this flag; GGUF files: seen from the tensors
     qk_norm: bool = False  # likewise
-    numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # of this family alone, for `ModelConfig.numbers`
+    numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # only this family's, for `ModelConfig.numbers`
     quantizations: frozenset[str] = frozenset()  # supported values of `quant_method` in config.json, besides none
     yarn_truncate: bool = True  # `RopeScaling.truncate` for GGUF files, which do not have it
-    aliases: Mapping[str, str] = field(default_factory=dict)  # keys of this project, and what config.json calls them
-    partial_rotary: bool = False  # a part of each head may rotate
+    aliases: Mapping[str, str] = field(default_factory=dict)  # this project's keys -> config.json's names
+    partial_rotary: bool = False  # only a part of each head may rotate
     rope_types: Mapping[str, str] = field(default_factory=dict)  # other names of scalings in config.json
     query_scaling: bool = False  # queries grow with their positions: `RopeScaling.query_beta`
-    no_rope_interval: int = 0  # every n-th layer has no positions if the file does not name them; 0: all have
+    no_rope_interval: int = 0  # by default, every n-th layer has no positions; 0: all have
     linear_layers: bool = False  # all layers but every `full_attention_interval`-th have a state (`GatedDeltaSpec`)
-    full_layers: int = 0  # every n-th layer has no window if the file does not name them; 0: all have one
+    full_layers: int = 0  # by default, every n-th layer has no window; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
-    finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # changes other than of layers
+    finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # changes outside of the layers
 
     def spec(self, config: ModelConfig) -> DecoderSpec:
         """Return all parts of a model of this family."""
@@ -403,8 +402,8 @@ def mixture_of_experts(
     stacks: tuple[Stack, Stack, Stack] | None = None,
     clamp: tuple[float, float] | None = None,
 ) -> MoESpec:
-    """Return the mixture of layer `index`. `router`, `networks` (gate, up, down, with a place for the expert's number)
-    and `stacks` are names within the layer. `clamp` is alpha and limit."""
+    """Return the mixture of experts of layer `index`. `router`, `networks` (gate, up, down, with a placeholder for the
+    expert's number) and `stacks` are tensor names within the layer. `clamp` is (alpha, limit)."""
     hidden, count = config.hidden_size, config.num_experts
     prefix = f"model.layers.{index}"
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
@@ -434,7 +433,7 @@ def mixture_of_experts(
 
 
 def with_shared_expert(experts: MoESpec, config: ModelConfig, index: int) -> MoESpec:
-    """Return the mixture of layer `index` with an expert that all tokens have, times the sigmoid of a gate."""
+    """Return the mixture of layer `index` with a shared expert, weighted by the sigmoid of a gate."""
     prefix, gguf = f"model.layers.{index}.mlp.shared_expert", f"blk.{index}.ffn"
     hidden, inner = config.hidden_size, int(config.numbers["shared_expert_intermediate_size"])
     shared = SwiGLUSpec(

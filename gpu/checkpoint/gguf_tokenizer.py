@@ -1,8 +1,8 @@
 """A GGUF file's metadata as a tokenizer.
 
 Three kinds are supported: byte-level BPE (`tokenizer.ggml.model` = "gpt2"), SentencePiece's BPE ("llama", "gemma4") and
-WordPiece ("bert"). GGUF has vocabulary, merges and token types, but only the name of a pre-tokenizer; the steps of each
-name are here.
+WordPiece ("bert"). GGUF files have vocabulary, merges and token types, but only a pre-tokenizer's name; its steps are
+here.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ def _build(file: GGUFFile) -> Tokenizer:
     tokens = _tokens(file)
     types = file.require_array("tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
-        raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
+        raise ModelError(
+            f"{file.path.name}: {len(types)} token_type entries for {len(tokens)} tokens. Convert it anew."
+        )
     if unknown := set(types).difference(_KINDS):
         number = types.index(min(unknown))
         raise ModelError(
-            f"{file.path.name}: the token {shown(tokens[number])} is of the type {types[number]}; known are "
+            f"{file.path.name}: the token {shown(tokens[number])} has the type {types[number]}; known types are "
             f"{_KINDS[0]} to {_KINDS[-1]}. Convert the model anew."
         )
     adds_bos = True
@@ -89,7 +91,7 @@ def _build(file: GGUFFile) -> Tokenizer:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer without its added tokens, and True if its family begins a text with BOS."""
+    """Return the tokenizer without added tokens, and True if its family begins texts with BOS by default."""
     name = file.get("tokenizer.ggml.pre", str, "default") or "default"
     if name not in _PRE_TOKENIZERS:
         raise ModelError(
@@ -166,8 +168,8 @@ def _token_text(file: GGUFFile, tokens: list[str], index: int) -> str:
 
 
 def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[AddedToken]:
-    """Return the tokens that are found in a text before it is split: control and user-defined tokens."""
-    # Phi-3's own tokenizer.json drops blanks behind its control tokens, and its files do not say so.
+    """Return the control and user-defined tokens, which are matched before a text is split."""
+    # Phi-3's own tokenizer.json drops blanks after control tokens, but its GGUF files do not record that.
     architecture, kind = (file.get(key, str) for key in ("general.architecture", "tokenizer.ggml.model"))
     strips = (architecture, kind) == ("phi3", "llama")
     added = [
@@ -177,24 +179,24 @@ def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[A
     ]
     if len(added) > MAX_ADDED_TOKENS:
         raise ModelError(
-            f"{file.path.name}: tokenizer.ggml.token_type names {len(added):,} tokens that are found as a whole; up to "
+            f"{file.path.name}: tokenizer.ggml.token_type has {len(added):,} control and user-defined tokens; up to "
             f"{MAX_ADDED_TOKENS:,} are allowed."
         )
     return added
 
 
 class _PreTokenizer(NamedTuple):
-    """The steps that cut a text before the merges, with other parts of a family's tokenizer.json."""
+    """The steps that split a text before the merges, and other settings of a family's tokenizer.json."""
 
     steps: tuple[str | Callable[[], pre_tokenizers.PreTokenizer], ...]  # patterns, or steps of the library
-    ignore_merges: bool = False  # a word of the vocabulary is one token, whatever the merges
+    ignore_merges: bool = False  # a word in the vocabulary becomes one token without merges
     add_bos: bool = False  # the default if the metadata does not have it
-    composes: bool = False  # characters, by Unicode's NFC
+    composes: bool = False  # normalizes text by Unicode's NFC
 
 
 _GPT2 = partial(pre_tokenizers.ByteLevel, add_prefix_space=False, use_regex=True)
 _EACH_DIGIT = partial(pre_tokenizers.Digits, individual_digits=True)
-# Falcon cuts digits after bytes became letters, some of which count as digits.
+# Falcon splits digits after bytes became letters, some of which count as digits.
 _FALCON = (
     partial(pre_tokenizers.Punctuation, behavior="contiguous"),
     _GPT2,
@@ -209,7 +211,7 @@ _GPT4O = _PreTokenizer((steps.GPT4O_WORDS,), ignore_merges=True)
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "phi-2"), _PreTokenizer((_GPT2,))),
     **dict.fromkeys(("olmo", "mpt"), _PreTokenizer((_GPT2,), composes=True)),
-    # Digits are cut first, so that two spaces before a digit are one word; GPT-2's pattern alone would split them.
+    # Digits are split off first, so that two spaces before a digit stay one word; GPT-2's pattern would split them.
     **dict.fromkeys(("smollm", "refact", "starcoder"), _PreTokenizer((_EACH_DIGIT, _GPT2))),
     "command-r": _PreTokenizer((_EACH_DIGIT, _GPT2), composes=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
@@ -231,18 +233,18 @@ _PRE_TOKENIZERS = {
 # --------------------------------------------------------------------------------------------------- gguf sentencepiece
 # SentencePiece's byte-pair encoding ("llama": Gemma, and the first Llamas and Mistrals; and "gemma4").
 #
-# A GGUF file has the pieces, their scores and their kinds. SentencePiece joins neighbours to the piece of the highest
-# score until no two form a piece; the tokenizers library joins the pair that comes first in a list. So the list has
-# every way to form a piece from two others, by falling score; tokenizer.json files of these models were made in the
-# same way; a file of Gemma 4 has it. Characters that are no piece become their bytes.
+# A GGUF file has the pieces, their scores and their kinds. SentencePiece merges the two neighbours that form the piece
+# of the highest score, until none form a piece; the tokenizers library merges the pair that comes first in a list. So
+# the list has every pair of pieces that form a piece, by falling score, as in these models' tokenizer.json files; a
+# file of Gemma 4 has the list. Characters without a piece become their bytes.
 
 
-_MOST_WORK = 2**26  # the sum of squared lengths of all pieces, which are cut everywhere. Gemma 3's is 11 million
+_MOST_WORK = 2**26  # limit on the sum of squared lengths of all tokens, Gemma 3's is 11 million
 _SPACE = "\u2581"  # stands for a space in pieces
 
 
 def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """Return the tokenizer without its added tokens. Raises `ModelError` for scores that give no order."""
+    """Return the tokenizer without its added tokens. Raises `ModelError` for missing and for NaN scores."""
     is_gemma4 = file.get("tokenizer.ggml.model", str) == "gemma4"
     merges = _merges_of(file) if is_gemma4 else _merges(_scored(file, tokens, types))
     unknown = file.get("tokenizer.ggml.unknown_token_id", int) or 0
@@ -250,9 +252,7 @@ def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int])
     tokenizer = Tokenizer(_bpe(file, tokens, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     space = normalizers.Replace(" ", _SPACE)
     decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get(
-        "tokenizer.ggml.add_space_prefix", bool, not is_gemma4
-    ):  # a word at the beginning of a text is the same piece
+    if file.get("tokenizer.ggml.add_space_prefix", bool, not is_gemma4):  # the first word is the same piece as later
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), space])
         decode.append(decoders.Strip(" ", 1, 0))
     else:
@@ -265,12 +265,12 @@ def _scored(file: GGUFFile, tokens: list[str], types: list[int]) -> list[tuple[s
     """Return the pieces that are found by merging, with their scores."""
     scores = file.require_array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
-        raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(scores)} scores. Convert the model anew.")
+        raise ModelError(f"{file.path.name}: {len(scores)} scores for {len(tokens)} tokens. Convert it anew.")
     if any(map(math.isnan, scores)):
-        raise ModelError(f"{file.path.name}: tokenizer.ggml.scores holds NaN. Convert the model anew.")
+        raise ModelError(f"{file.path.name}: tokenizer.ggml.scores has NaN scores. Convert the model anew.")
     if (work := sum(len(token) ** 2 for token in tokens)) > _MOST_WORK:
         raise ModelError(
-            f"{file.path.name}: the squares of its tokens' lengths add up to {work:,}; allowed: up to {_MOST_WORK:,}."
+            f"{file.path.name}: tokens are too long: their squared lengths total {work:,}, limit {_MOST_WORK:,}."
         )
     kinds = zip(tokens, scores, types, strict=True)
     return [(token, score) for token, score, kind in kinds if kind == _NORMAL]

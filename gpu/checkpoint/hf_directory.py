@@ -30,7 +30,7 @@ from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_er
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"\w[\w. -]{0,200}", re.ASCII)  # of a file in the same folder
+_FILE_NAME = re.compile(r"\w[\w. -]{0,200}", re.ASCII)  # a file in the same folder
 _COMPARED_AT_ONCE = 2**24  # bytes
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -113,11 +113,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _with_head(config: ModelConfig, embedder: Embedder, paths: tuple[Path, ...], *, source: str) -> ModelConfig:
-    """Return `config` with the head that the files have. Each change is logged as a warning.
+    """Return `config` with `tie_word_embeddings` as the files need it. Each change is logged as a warning.
 
-    If the configuration ties the head to the embedding and the files have a different matrix for it, it is untied:
-    transformers uses that matrix, too. If an embedding model was saved without its head, it is tied: no embedding
-    needs a head, so sentence-transformers saves none.
+    If the configuration ties the head to the embedding, but the files have a different head, the head is untied, as in
+    transformers. If an embedding model has no head, its head is tied: embeddings need none, so sentence-transformers
+    saves none.
     """
     found: dict[str, tuple[Path, hf_files.SafetensorsTensor]] = {}
     for path in paths if config.tie_word_embeddings or embedder.pooling is not None else ():
@@ -172,7 +172,7 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         text = hf_files.read_text(path, hf_files.MAX_JSON)
         check_steps(hf_files.parse_object(text, str(path)), str(path))
         tokenizer = Tokenizer.from_str(text)
-        # Some were saved with the truncation and padding of their training, which would cut prompts silently.
+        # Some tokenizers were saved with their training's truncation and padding, which would truncate prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -181,8 +181,8 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """Return the chat template. A file of its own comes before tokenizer_config.json; of several templates the one
-    named "default" is taken."""
+    """Return the chat template. A separate template file wins over tokenizer_config.json; of several templates, the one
+    named "default" is used."""
     path = directory / "chat_template.jinja"
     if path.exists():
         return hf_files.read_text(path, MAX_CHAT_TEMPLATE)
@@ -196,7 +196,7 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
 
 
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Return the text of every "..._token" in the tokenizer's files: a text, or an object with it as "content"."""
+    """Return the text of every "..._token" in the tokenizer's files: a string, or the "content" of an object."""
     texts: dict[str, str] = {}
     for key, value in {**hf_files.read_json(directory / "special_tokens_map.json"), **tokenizer_config}.items():
         text = value.get("content") if isinstance(value, dict) else value

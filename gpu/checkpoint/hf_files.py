@@ -18,7 +18,7 @@ from gpu.checkpoint.config import ModelError, shown
 
 _PLAIN_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _ITEM_SIZES = _PLAIN_SIZES | {"F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}  # with those of quantized checkpoints
-_MAX_DIMENSIONS = 5  # of a vision model's patches; no other tensor has more than three
+_MAX_DIMENSIONS = 5  # a vision model's patches have five; other tensors have up to three
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that occurs twice, because readers differ in the value that they take."""
+    """Refuse a key that occurs twice, because JSON readers differ in the value that they use."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

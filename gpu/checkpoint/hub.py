@@ -3,8 +3,8 @@
 1. Downloads go to Hugging Face's own cache (HF_HOME), which other tools share. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE
    are read by the hub's library, which also lists files and keeps the small ones.
 2. Large files are fetched here, because the library neither resumes after a process was killed nor compares the bytes
-   with the sha256 that the hub states (huggingface_hub#3643). A file gets its name after that.
-3. The library's lock of a file is held during that, so no two processes write one file, of any program.
+   with the sha256 that the hub states (huggingface_hub#3643). A file gets its name after the comparison.
+3. The library's lock of a file is held during its download, so no two processes of any program write it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DESCRIPTION_FILES = ["*.json", "*.jinja"]
 _IGNORED = ["[!0-9]*/*", "*/*.safetensors", "consolidated*"]
 _CONNECTIONS = 4
 _CHUNK = 2**20  # bytes
-_MOST_AT_ONCE = 2**34  # bytes of a request: content delivery networks refuse more than 50 GB
-_TRIES = 5  # without a byte in between
+_MOST_AT_ONCE = 2**34  # bytes per request: content delivery networks refuse more than 50 GB
+_TRIES = 5  # requests in a row that return no byte
 _FIRST_PAUSE = 0.5  # seconds, doubled with each try
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
@@ -46,7 +46,7 @@ _TRANSIENT = (408, 429, 500, 502, 503, 504)
 class HubFile:
     path: str  # in the repository
     size: int
-    sha256: str | None = None  # of large files
+    sha256: str | None = None  # only large files have one
 
     @classmethod
     def of(cls, listed: Any) -> HubFile:
@@ -58,7 +58,7 @@ class HubFile:
 def fetch_from_hub(
     repo: str, tag: str | None, revision: str | None, *, with_weights: bool = True, progress: Progress = no_progress
 ) -> tuple[Path, str]:
-    """Download what is missing of a model. Return its GGUF file, or its directory, and its name for clients.
+    """Download a model's missing files. Return its GGUF file or directory, and its name for clients.
 
     `tag` is a quantization or the path of a GGUF file; without it, safetensors are preferred. Pickled weights are never
     fetched. Without a network an earlier download is used. Raises `ModelError`.
@@ -137,7 +137,7 @@ class GGUFModel:
 
 
 def gguf_models(files: Iterable[HubFile]) -> list[GGUFModel]:
-    """Return the GGUF models among a repository's files, without those of which a part is missing."""
+    """Return the GGUF models among a repository's files, except split models that lack a part."""
     found: dict[str, list[HubFile]] = {}
     for file in sorted(files, key=lambda file: file.path):
         if file.path.lower().endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file.path).name):
@@ -156,9 +156,9 @@ def choose_gguf(models: Sequence[GGUFModel], tag: str | None, repo: str) -> GGUF
     """Return the model of a quantization, or of a file's path. Raises `ModelError` with the list if there is no such
     model, or more than one.
 
-    A tag means the model that has it, else the only one with a tag that begins so. Without a tag: Q4_K_M, then the
-    largest Q4, then Q8_0, then the only model. Tags that begin with UD- count if they are named, or if the repository
-    has no others.
+    A tag selects the model with exactly this tag, else the only model with a tag that begins with it. Without a tag:
+    Q4_K_M, then the largest Q4, then Q8_0, then the only model. Tags that begin with UD- are considered only if named,
+    or if the repository has no others.
     """
     plain = [model for model in models if not model.tag.startswith(_DYNAMIC)]
     if tag is not None and tag.lower().endswith(".gguf"):
@@ -189,14 +189,14 @@ def choose_gguf(models: Sequence[GGUFModel], tag: str | None, repo: str) -> GGUF
 
 
 def cache_folder(repo: str) -> Path:
-    """Return the folder of a repository, or of all that fit a pattern, in Hugging Face's cache."""
+    """Return the folder of a repository in Hugging Face's cache; for a pattern, the pattern of all folders that fit."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def cached_repositories() -> Iterator[tuple[_Repository, str, int]]:
-    """Yield every commit in the cache, its revision's name, and the bytes of unfinished downloads once a repository."""
+    """Yield every cached commit, its revision's name, and, with a repository's first, its unfinished bytes."""
     pattern = cache_folder("*")
     for folder in sorted(pattern.parent.glob(pattern.name)):
         named = [path for path in (folder / "refs").rglob("*") if path.is_file()]
@@ -219,11 +219,11 @@ class _Repository:
     name: str
     commit: str
     files: list[HubFile]
-    is_cached: bool = False  # the files are those that were fetched
+    is_cached: bool = False  # the files are those in the cache
 
     @classmethod
     def ask(cls, repo: str, revision: str | None) -> _Repository:
-        """Ask the hub for its files, or look into the cache if it cannot be asked."""
+        """List a repository's files on the hub, or in the cache if the hub cannot be reached."""
         from huggingface_hub import HfApi, errors
         from huggingface_hub.hf_api import RepoFile
 
@@ -240,13 +240,13 @@ class _Repository:
                 commit = api.resolve_revision(repo, revision=revision, local_files_only=True).resolved
                 if (cached := cls.in_cache(repo, commit)).files:
                     kind = type(error).__name__
-                    logger.warning("The hub cannot be asked for %s (%s): its files in the cache are used", repo, kind)
+                    logger.warning("The hub cannot be reached for %s (%s): its files in the cache are used", repo, kind)
                     return cached
             raise
 
     @classmethod
     def in_cache(cls, repo: str, commit: str) -> _Repository:
-        """Return the files that were fetched."""
+        """Return the files that are in the cache."""
         found = cls(repo, commit, [], is_cached=True)
         for path in filter(Path.is_file, found.folder.rglob("*")):
             found.files.append(HubFile(path.relative_to(found.folder).as_posix(), path.stat().st_size))
@@ -257,7 +257,7 @@ class _Repository:
         return cache_folder(self.name) / "snapshots" / self.commit
 
     def fetch(self, files: Sequence[HubFile], progress: Progress) -> Path:
-        """Download what is missing of the files, and return the directory that holds them by their paths."""
+        """Download the missing files, and return the directory that holds all files by their paths."""
         from huggingface_hub import snapshot_download
         from tqdm.auto import tqdm
 
@@ -287,7 +287,7 @@ class _Download:
         self._blobs = blobs
         self._files = files
         self._progress = progress
-        self._lock = threading.Lock()  # of `_done`
+        self._lock = threading.Lock()  # guards `_done`
         self._done = 0  # bytes
         self._total = sum(file.size for file in files.values())
         self._stopped = threading.Event()
@@ -334,7 +334,7 @@ class _Download:
                     return
                 part.unlink()
                 self._advance(-file.size)
-                logger.warning("%s was damaged on the way: its sha256 is %s, not %s", file.path, found, sha256)
+                logger.warning("%s was damaged in transfer: its sha256 is %s, not %s", file.path, found, sha256)
         raise ModelError(
             f"The hub states the sha256 {sha256} of {self._repository.name}/{file.path}, and sent other bytes twice. "
             f"Nothing was kept; check HF_ENDPOINT and proxies, or try again later."
@@ -359,7 +359,7 @@ class _Download:
             yield
 
     def _receive(self, file: HubFile, part: Path) -> str:
-        """Append what is missing of a file to its part, and return the sha256 of the whole."""
+        """Append the missing bytes to a file's partial download, and return the sha256 of the whole file."""
         digest = hashlib.sha256()
         with part.open("ab+") as sink:
             sink.seek(0)
@@ -371,14 +371,14 @@ class _Download:
                 error = self._request(file, sink, digest)
                 failures = 0 if sink.tell() > begin else failures + 1
                 if failures == _TRIES:
-                    raise error or TimeoutError(f"nothing came of {file.path}")
+                    raise error or TimeoutError(f"no bytes of {file.path} were received")
                 if error is not None and self._stopped.wait(_FIRST_PAUSE * 2**failures):
                     raise _Stopped
             os.fsync(sink.fileno())
         return digest.hexdigest()
 
     def _request(self, file: HubFile, sink: BinaryIO, digest: Any) -> Exception | None:
-        """Append what one request brings. Return its error if another request may have success."""
+        """Append the bytes that one request returns. Return its error if a retry may succeed."""
         from huggingface_hub import errors, hf_hub_url
         from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -405,6 +405,6 @@ class _Download:
             return error
         except (OSError, _Stopped):  # the disk is full
             raise
-        except Exception as error:  # of the library's HTTP client: the connection broke, or a read took too long
+        except Exception as error:  # the HTTP client's: the connection broke, or a read took too long
             return error
         return None

@@ -20,9 +20,9 @@ from gpu.checkpoint.hf_files import read_header
 from gpu.checkpoint.quantized_layers import QuantizedCheckpoint
 
 # ----------------------------------------------------------------------------------------------------- default sampling
-# The sampling that a model's authors recommend, for parameters that a request leaves open. The names are those that
-# vLLM reads from generation_config.json, and those of llama.cpp's converter in GGUF's metadata. A value that no request
-# may have is ignored with a warning.
+# The sampling that a model's authors recommend, for parameters that a request does not set. The names are those that
+# vLLM reads from generation_config.json, and those of llama.cpp's converter in GGUF's metadata. A value that requests
+# may not have is ignored with a warning.
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ Sampling = Mapping[str, float]
 
 
 def default_sampling(find: Callable[[str], Any], keys: Mapping[str, str], source: str) -> Sampling:
-    """Return the values that `find` has for the keys of a file, by the names of `SamplingParams`."""
+    """Return the recommended values by the names of `SamplingParams`. `find` returns the value of a key of the file."""
     sampling: dict[str, float] = {}
     for key, name in keys.items():
         value = find(key)
@@ -66,7 +66,7 @@ def default_sampling(find: Callable[[str], Any], keys: Mapping[str, str], source
 # --------------------------------------------------------------------------------------------------------------- digest
 
 
-SAMPLES = 64  # of each file, evenly spread, with its beginning and its end
+SAMPLES = 64  # samples of each file, evenly spread, its beginning and end included
 SAMPLE_BYTES = 4096
 
 
@@ -104,7 +104,7 @@ def _middles(files: ModelFiles, path: Path) -> list[int]:
 
 
 def weight_paths(files: ModelFiles) -> tuple[Path, ...]:
-    """Return the files of the weights, none for random ones."""
+    """Return the files with the weights; none for random weights."""
     if files.tensors is None:
         return ()
     return files.tensors if isinstance(files.tensors, tuple) else files.tensors.paths
@@ -128,8 +128,8 @@ def no_progress(phase: str, done: int, total: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """One opened model, from any kind of file. Made by `gpu.checkpoint.open_model`. Thread-safe: nothing changes after
-    it was opened, except that the tokenizer is built once."""
+    """One opened model, from any kind of file. Made by `gpu.checkpoint.resolve.open_model`. Thread-safe: nothing
+    changes after it was opened, except that the tokenizer is built once."""
 
     name: str  # for clients: the alias, the file's stem, the directory's name or the repository id
     config: ModelConfig
@@ -139,15 +139,15 @@ class ModelFiles:
     # The files of the weights, for `gpu.weights`: a GGUF file, or safetensors. None: random weights are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
     quantized: QuantizedCheckpoint | None = None  # how safetensors hold linear layers, if not as they are
-    seed: int = 0  # of random weights
-    tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
+    seed: int = 0  # seed of random weights
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # tokenizer_config.json
     embedder: Embedder = field(default=Embedder(), repr=False)  # pooling and prompts of embeddings
     load_sampling: Callable[[], Sampling] = field(default=dict, repr=False)  # use `sampling`, which warns once
     progress: Progress = field(default=no_progress, repr=False)
 
     @cached_property
     def sampling(self) -> Sampling:
-        """The authors' recommendation for parameters that a request leaves open."""
+        """The authors' recommended values for parameters that a request does not set."""
         return self.load_sampling()
 
     @cached_property

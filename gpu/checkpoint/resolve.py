@@ -43,8 +43,8 @@ def open_model(
     `model` is the embedded model's alias, a .gguf file, a Hugging Face directory, or a hub repository id with an
     optional ":quantization" or ":file.gguf" and an optional "@revision"; what exists on disk wins over the hub.
     `cache_dir` is where the embedded model is kept (`default_cache_dir()` if None); hub downloads go to Hugging Face's
-    own cache (HF_HOME), which other tools share. `load_format` "dummy" makes random weights from `seed` instead of the
-    files', which need not exist.
+    own cache (HF_HOME), which other tools share. `load_format` "dummy" makes random weights from `seed`; files of
+    weights need not exist.
 
     Raises `ModelError` if the model cannot be found, fetched, read or run.
     """

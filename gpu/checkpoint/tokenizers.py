@@ -1,7 +1,7 @@
 """Bounds on tokenizers of unknown origin.
 
-A tokenizer is a chain of steps around a model, and the library runs any steps: three that replace a letter by 65,536
-letters exhaust the memory, which ends the process without an exception. So the JSON is checked before it is built.
+A tokenizer is a chain of steps around a model, and the library accepts any steps: three that each replace a letter by
+65,536 letters exhaust the memory, which kills the process. So the JSON is checked before it is built.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _MAX_STEPS = 64
 _MAX_LIST = 64
 _MAX_TEXT = 64  # characters that a step inserts or searches
 _MAX_PATTERN = 4096
-_MAX_GROWTH = 64  # times, of all steps in a row
-_MAX_WORD = 1000  # characters that WordPiece searches for tokens, in a time that grows as their square
-_MAX_SAMPLE_TOKENS = 4096  # of `_SAMPLE`, which has 50 characters
+_MAX_GROWTH = 64  # times, by all steps together
+_MAX_WORD = 1000  # characters of a word for WordPiece: its time grows with their square
+_MAX_SAMPLE_TOKENS = 4096  # the most tokens of `_SAMPLE`, which has 50 characters
 # Letters with and without accents, digits, blanks, a word in another script, an emoji, a broken special token.
 _SAMPLE = "Hello, wörld! 12 345\n\t  中文 Привет 🙂 <|im_start|> a"
 
-# The sections of a tokenizer.json, and the key of the steps in a sequence of each.
+# The sections of a tokenizer.json, and the key under which a sequence of each holds its steps.
 _SECTIONS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "post_processor": "processors",
     "decoder": "decoders",
 }
-# The growth of a text by a step without parameters for it: bytes become letters, blanks go around a letter.
+# The growth of a text by steps without parameters: bytes become letters, blanks go around a letter.
 _GROWTH = {"ByteLevel": 4, "BertNormalizer": 3, "BPEDecoder": 2, "CTC": 2, "WordPiece": 2}
 
 # The time of these steps is proportional to the length of a text.
@@ -104,7 +104,7 @@ _KNOWN_PATTERNS |= {*DEEPSEEK_LLM_STEPS, *DEEPSEEK_CODER_STEPS, *DEEPSEEK_V3_STE
 def is_known(tokenizer: Tokenizer) -> bool:
     """Return True if the time to encode a text is proportional to its length: byte-pair encoding with known regexes.
 
-    Unknown regexes may take seconds for a few thousand characters, and no thread can be stopped in one.
+    Unknown regexes may take seconds for a few thousand characters, and a matching thread cannot be stopped.
     """
     steps = [
         step
@@ -134,11 +134,11 @@ def check_steps(tokenizer: dict[str, Any], source: str) -> None:
             for step in _steps(tokenizer.get(section), section, source):
                 _check_values(step, f"{section} {step['type']}", source)
                 if section == "decoder" and "Regex" in (step.get("pattern") or ()):
-                    raise ModelError(f"{source}: decoder {step['type']} has a regex; only a text is allowed there.")
+                    raise ModelError(f"{source}: decoder {step['type']} has a regex; only a string is allowed.")
                 growth *= _growth(step, source)
                 if growth > _MAX_GROWTH:
                     raise ModelError(
-                        f"{source}: the {section} makes a text up to {growth:,.0f} times as long by its step "
+                        f"{source}: the {section} makes texts up to {growth:,.0f} times as long with its step "
                         f"{step['type']}; up to {_MAX_GROWTH} times are allowed for all steps."
                     )
     _check_model(tokenizer.get("model"), source)
@@ -182,10 +182,10 @@ def _steps(section: Any, name: str, source: str) -> Iterator[dict[str, Any]]:
 
 
 def _check_values(value: Any, what: str, source: str, longest: int = _MAX_TEXT) -> None:
-    """Raise `ModelError` for a long text or list in a step."""
+    """Raise `ModelError` for a long string or list in a step."""
     match value:
         case str() if len(value) > longest:
-            raise ModelError(f"{source}: {what} has a text of {len(value):,} characters; up to {longest} are allowed.")
+            raise ModelError(f"{source}: {what} has a string of {len(value):,} characters; limit {longest}.")
         case dict() | list() if len(value) > _MAX_LIST:
             raise ModelError(f"{source}: {what} holds {len(value):,} values; up to {_MAX_LIST} are allowed.")
         case dict():
@@ -217,8 +217,8 @@ def _growth(step: dict[str, Any], source: str) -> float:
 
 
 def _longest_mapped(charsmap: Any, source: str) -> float:
-    """Return the length of the longest text that SentencePiece's map has for a letter. The map is the size of a trie,
-    the trie, and texts that end in a null byte."""
+    """Return the length of the longest replacement of a letter in SentencePiece's map. The map is the size of a trie,
+    the trie, and strings that end in a null byte."""
     if not isinstance(charsmap, str):
         return 1.0
     try:
@@ -260,8 +260,8 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_size: int, *, source: str) -> None:
     """Raise `ModelError` for a tokenizer with a vocabulary out of bounds, or one that fails on a sample text.
 
-    `vocabulary` has the id of each token; to get it from the tokenizer takes long. Some working models have more tokens
-    than rows in their embedding, as padding: they are served, and a request with such a token is refused.
+    `vocabulary` has the id of each token; reading it from the tokenizer is slow. Some working models have more tokens
+    than rows in their embedding, as padding: they are served, but requests with such tokens are refused.
     """
     most = FIELDS["vocab_size"].high
     with tokenizer_errors(f"{source} has a tokenizer that cannot be used"):
@@ -275,8 +275,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_s
             raise ModelError(f"{source}: token {shown(token)} has the id {highest:,}; ids below {most:,} are allowed.")
         if highest >= vocab_size:
             logger.warning(
-                "%s has tokens with ids up to %d, the model an embedding of %d: requests with those beyond it are "
-                "refused",
+                "%s has token ids up to %d, but the model has %d embedding rows: requests with higher ids are refused",
                 source, highest, vocab_size,
             )  # fmt: skip
         for add_special_tokens in (True, False):

@@ -12,9 +12,9 @@ class Build(NamedTuple):
     """One build, for processors of one kind."""
 
     instructions: str  # for the log
-    machine: str  # of `platform.machine()`
-    flags: frozenset[str]  # of /proc/cpuinfo
-    options: tuple[str, ...]  # of the compiler
+    machine: str  # as in `platform.machine()`
+    flags: frozenset[str]  # as in /proc/cpuinfo
+    options: tuple[str, ...]  # compiler options
 
 
 def _x86(instructions: str, *flags: str) -> Build:

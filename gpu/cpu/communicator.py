@@ -1,7 +1,7 @@
 """The ranks of one machine over a shared segment of memory, which csrc/ranks.h describes.
 
-The process that starts the ranks makes a segment and passes its descriptor to all of them. Sums are added up in the
-ranks' order, so results do not depend on timing; with the library's decoder, not on the number of ranks either.
+The process that starts the ranks makes a segment and passes its descriptor to all of them. Values are added in the
+ranks' order, so results do not depend on timing; those of the C++ decoder do not depend on the number of ranks either.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def make_segment() -> int:
 class SharedMemoryCommunicator:
     """One of `size` ranks, for one thread at a time. All ranks make the same calls in the same order.
 
-    A call raises RankLost if a rank does not join it within `timeout` seconds, or was declared lost, and then so does
-    every later call. The error has the rank's number in the world, where this group's first rank is number `first`. A
-    process is in one group.
+    A call raises RankLost if a rank does not join it within `timeout` seconds or was declared lost; every later call
+    then raises it, too. The error has the lost rank's number in the world; `first` is that of this group's first rank.
+    A process is in one group.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class SharedMemoryCommunicator:
         self._functions.hr_lose(self._segment.ctypes.data, rank)
 
     def room(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return memory that all ranks share. All call it once, with the same size. Raises HeadraceError if the system
-        has not enough."""
+        """Return memory that all ranks share. Each rank calls it once, with the same size. Raises HeadraceError if the
+        system has not enough."""
         return self._map(self._header, _pages(num_bytes))
 
     def _map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:

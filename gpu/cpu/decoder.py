@@ -90,8 +90,8 @@ class CPUCausalLM:
         """Read all weights. Raises ModelError if they are not those of `config`.
 
         `spec` is a rank's part of the model, cut by outputs (`gpu.sharding`). The tensor ranks of a stage need a
-        `communicator`, through which they exchange results for up to `max_num_batched_tokens` tokens: then all ranks
-        make every call.
+        `communicator`, through which they exchange results for up to `max_num_batched_tokens` tokens; every rank then
+        makes every call.
         """
         self.config = config
         self.block_size = block_size
@@ -127,7 +127,7 @@ class CPUCausalLM:
         self._weights.load(weights, config)
         self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
         self._logits = np.empty(0, dtype=np.float32)
-        self._width = -(-config.vocab_size // LANES) * LANES  # of a row of logits
+        self._width = -(-config.vocab_size // LANES) * LANES  # logits of a row, padded
         self.draw = partial(draw, self._threads)
         self._stopped_by: BaseException | None = None
         self._max_tokens: int | None = None
@@ -136,8 +136,8 @@ class CPUCausalLM:
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Return True if the library computes all parts of this model in their sizes. The sizes that it lacks occur in
-        no published model."""
+        """Return True if the library supports every part of this model in its size. No published model has an
+        unsupported size."""
         spec = spec_of(config)
         records = list(records_of(spec))
         if not {type(record) for record in records} <= _KINDS:
@@ -171,12 +171,12 @@ class CPUCausalLM:
 
     @property
     def tokens_of_experts(self) -> list[NDArray[np.int64]]:
-        """The number of tokens that each expert has had so far, for each layer with experts."""
+        """The number of tokens routed to each expert so far, for each layer with experts."""
         return self._weights.tokens_of_experts
 
     @property
     def tokens_held(self) -> int:
-        """The tokens that a block of the cache has room for, in whole tiles."""
+        """The tokens that a cache block takes memory for: the block size, rounded up to whole tiles."""
         return -(-self.block_size // TILE) * TILE
 
     @property
@@ -187,7 +187,7 @@ class CPUCausalLM:
 
     @property
     def prompt_form_differs(self) -> bool:
-        """True if prompts use other numbers than decodes: with tiles, quantized weights rounded to bfloat16."""
+        """True if prefill has other weights than decode: AMX tiles need quantized weights rounded to bfloat16."""
         forms = set[int]().union(*(matrix.forms for matrix in self._weights.matrices))
         return bool(self._library.functions.hr_has_tiles()) and forms != {BF16}
 
@@ -200,8 +200,8 @@ class CPUCausalLM:
             layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
-        """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms. With
-        several tensor ranks only the first one's is; if it ends the pass, the others raise StepAbandoned."""
+        """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms. Of
+        several tensor ranks, only the first calls its check; if that ends the pass, the others raise StepAbandoned."""
         num_tokens = len(inputs.input_ids)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise ValueError(f"a step has {num_tokens} tokens; the ranks have room for {self._max_tokens}")
@@ -229,7 +229,7 @@ class CPUCausalLM:
         return hidden
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Set the longest context that is served, in tokens: make the tables of rotary angles for it."""
+        """Set the longest served context, in tokens, and compute its tables of rotary angles."""
         dim = self.config.head_dim
         self._rotary = {rope: np.empty((2, max_model_len, dim // 2), dtype=np.float32) for rope in self._ropes}
         for rope, table in self._rotary.items():
@@ -242,7 +242,7 @@ class CPUCausalLM:
             layer.query_scales = None if scales is None else scales.ctypes.data
 
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[R, hidden] -> [R, vocab], in memory that the next call reuses."""
+        """Return the logits: [R, hidden] -> [R, vocab], in memory that the next call reuses."""
         rows, width = len(hidden), self._width
         if self._logits.size < rows * width:
             self._logits = np.empty(rows * width, dtype=np.float32)
@@ -279,7 +279,7 @@ class CPUCausalLM:
         self._max_tokens = max_tokens
 
     def _parts(self, rows: int) -> list[slice]:
-        """Split rows into parts with logits that ranks can exchange at a time; one rank exchanges none."""
+        """Slice rows so that ranks can exchange each slice's logits; a single rank gets one slice."""
         step = max(1, rows) if self._max_tokens is None else _LOGITS_ROWS
         return [slice(start, start + step) for start in range(0, rows, step)]
 
@@ -308,7 +308,7 @@ def _epsilon(spec: DecoderSpec) -> float:
 
 
 def _begins(spec: DecoderSpec) -> dict[str, int]:
-    """Return the offsets of a rank's parts among those of all ranks, by the fields of `ModelStruct`."""
+    """Return where a rank's shards begin in the whole model, by the fields of `ModelStruct`."""
 
     def begin(part: Part | None) -> int:
         return 0 if part is None or part.ranges is None else part.ranges[0][0]

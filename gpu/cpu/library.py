@@ -25,7 +25,7 @@ from engine.errors import RankLost
 from gpu.cpu.builds import BUILDS
 from gpu.host import processor_flags
 
-FOLDER = Path(__file__).parent  # of the builds; tests put their own here
+FOLDER = Path(__file__).parent  # has the builds; tests put their own here
 STOP_INTERVAL = 0.02  # seconds between two checks of whether a step was abandoned
 
 StopFunction = ctypes.CFUNCTYPE(c_int32)
@@ -179,7 +179,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 # Values of `headrace::Outcome`. The last one plus a number names the lost rank.
 _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS, _RANK_LOST = 2, 3, 4, 16
-_NO_SUCH_FORM = -1  # from packing
+_NO_SUCH_FORM = -1  # what packing functions return
 
 
 class Library:
@@ -187,7 +187,7 @@ class Library:
 
     @property
     def instructions(self) -> str:
-        """The instructions that it was built for, for the log."""
+        """The processor instructions that it was built for, for the log."""
         return BUILDS[self.name].instructions
 
     def __init__(self, name: str, path: Path) -> None:
@@ -273,7 +273,7 @@ _DTYPES = (np.float32, np.int64, np.float64, np.float64, np.float64)  # the para
 def draw(
     threads: Threads, logits: NDArray[np.float32], *parameters: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Draw as `gpu.sampling.draw` does, which takes many times as long. With `threads` bound it is a
+    """Draw tokens like `gpu.sampling.draw`, many times as fast. With `threads` bound it is a
     `gpu.sampling.sampler.Draw`."""
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)

@@ -33,7 +33,7 @@ class PackedWeights:
         self._experts: list[object] = []
 
     def load(self, weights: Iterable[tuple[str, Weight]], config: ModelConfig) -> None:
-        """Pack every matrix as soon as its parts are read, so that little more than the model is in memory. Raises
+        """Pack every matrix as soon as its parts are read, so that memory holds little more than the model. Raises
         ModelError if the weights are not those of the spec."""
         groups = self._groups()
         waiting: dict[str, Weight] = {}
@@ -212,7 +212,7 @@ def pack(
     interleave: bool = False,
     quantized: bool = True,
 ) -> PackedMatrix:
-    """Pack up to three matrices into one, one below the other; with `interleave` two, alternating by tile.
+    """Pack up to three matrices into one, stacked by rows; with `interleave`, two matrices with alternating tiles.
 
     A matrix keeps the numbers of its file if the library has a form for them; other quantized types become U8,
     and all else bfloat16. `quantized` False makes everything bfloat16. Matrices that are interleaved, or do not fill
@@ -239,7 +239,7 @@ def pack(
 
 
 def _as_it_is_taken(weight: Weight) -> Weight:
-    """Return the same numbers in a type that the library uses without a loss, if there is one."""
+    """Return the weight in a type that the library uses without a loss; unchanged if there is none."""
     if not isinstance(weight, QuantizedRows) or weight.shape[1] % _BLOCK:
         return weight
     if weight.type == "MXFP4":
@@ -253,7 +253,7 @@ def _as_it_is_taken(weight: Weight) -> Weight:
 
 
 def _exact_in_8_bits(weight: Weight) -> Weight:
-    """Return the same numbers in Q8_0, if it holds them."""
+    """Return the weight as Q8_0 if that is exact; else unchanged."""
     return (weight.as_q8_0() or weight) if isinstance(weight, QuantizedRows) else weight
 
 
@@ -280,8 +280,8 @@ def _pointer(array: NDArray) -> ctypes.c_void_p:
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
-# Memory that is read from end to end in every step, in huge pages where the kernel has them: with pages of 4 KiB each
-# tile of the KV cache is a page of its own, and its address translation costs as much as reading it.
+# Memory that every step reads from end to end, in huge pages if the kernel has them: with 4 KiB pages, each tile of the
+# KV cache is in another page, and translating its address costs as much as reading it.
 
 
 ALIGNMENT = 64  # bytes: a cache line, and one vector of the library

@@ -46,7 +46,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        # Kernels are compiled, loaded and tuned on first use, and a capture allows none of that.
+        # Kernels are compiled, loaded and tuned on first use, which is not allowed during a capture.
         run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -71,7 +71,7 @@ class CudaGraphs:
 
 
 class EagerGraphs:
-    """Graphs that are no graphs: each replay runs the work."""
+    """A stand-in for `CudaGraphs` without graphs: each replay runs the work eagerly."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
         run()
@@ -79,7 +79,7 @@ class EagerGraphs:
 
 
 class AgreedGraphs:
-    """The graphs of one of several tensor ranks: a graph that one rank cannot capture is used on none.
+    """The graphs of one of several tensor ranks: a graph that one rank cannot capture is used by no rank.
 
     If one rank ran a step eagerly while the others replay it, their collectives would not match. So after each capture
     all ranks exchange whether they have the graph.
@@ -126,7 +126,7 @@ def ladder(most: int) -> list[int]:
 
 
 class StepGraphs:
-    """The graphs of one runner, of both kinds. `run` does a step of a kind and size on padding alone."""
+    """Both kinds of graphs of one runner. `run` runs a step of a kind and size that consists of padding."""
 
     def __init__(
         self, graphs: Graphs, max_num_seqs: int, max_num_batched_tokens: int, run: Callable[[Kind, int], None]
@@ -147,7 +147,7 @@ class StepGraphs:
         self._missing.clear()
 
     def find(self, kind: Kind, size: int) -> tuple[int, Replay] | None:
-        """Return the size of the smallest fitting graph, and the graph; None if it is not captured or too large."""
+        """Return the size of the smallest fitting graph, and the graph; None if none fits or it is not captured."""
         place = bisect.bisect_left(self._sizes[kind], size)
         if place == len(self._sizes[kind]):
             return None

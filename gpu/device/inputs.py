@@ -1,6 +1,6 @@
 """The inputs of a step and its sampling, on the device.
 
-No function waits for the device, except for `DeviceHiddenStates`, and no shape depends on the contents of its memory.
+No function waits for the device, except for `DeviceHiddenStates`, and no shape depends on device memory's contents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Samples(NamedTuple):
     """The S positions at which tokens are drawn."""
 
     rows: torch.Tensor  # int64 [S]
-    positions: torch.Tensor  # int64 [S], of the tokens to be drawn, counted from the start of their prompts
+    positions: torch.Tensor  # int64 [S], positions of the tokens to draw, from the start of their prompts
     logits_indices: torch.Tensor | None  # int64 [S], into the step's tokens; None where all are sampled, in order
 
 
@@ -76,7 +76,7 @@ def model_inputs(
 
 
 def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> Samples:
-    """Return the sampled positions of the step in the tables, after `model_inputs`."""
+    """Return the positions that the step samples. Call after `model_inputs`, which may write them."""
     indices = None if all_decode else tables.logits_indices[:num_samples]
     return Samples(tables.sampling_rows[:num_samples], tables.sampled_positions[:num_samples], indices)
 
@@ -91,14 +91,14 @@ def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> S
 class SamplingFeatures:
     """The features beyond a plain draw at the sampled positions of a step. Places are indices into these positions."""
 
-    bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
+    bias: SparseBias | None  # from logit_bias, and for stop tokens before min_tokens
     penalized: NDArray[np.int64]  # places
-    masks: MasksHandle | None  # of grammars; they are waited for after the forward pass has been started
-    plan_indices: NDArray[np.int64]  # of the places; masks are by index in the plan
+    masks: MasksHandle | None  # grammar masks, awaited after the forward pass was started
+    plan_indices: NDArray[np.int64]  # each place's index in the plan, by which masks are found
     asking: NDArray[np.int64]  # places that want log-probabilities
     num_logprobs: NDArray[np.int64]  # for each of `asking`, the number of most likely tokens; 0 for `EVERY`
-    asking_all: NDArray[np.int64]  # indices into `asking` of places that want those of every token
-    of_grammar: NDArray[np.int64]  # indices into `asking` of places that want those after their grammar's mask
+    asking_all: NDArray[np.int64]  # indices into `asking`: places that want those of every token
+    of_grammar: NDArray[np.int64]  # indices into `asking`: places that want those after the grammar's mask
 
     @property
     def are_none(self) -> bool:
@@ -132,14 +132,14 @@ class DeviceSampler:
 
     def sample_plainly(self, hidden: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample rows without features from [T, hidden]: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` returns
-        them. May be captured."""
+        them. It can be captured in a graph."""
         return self._draw(self._logits(hidden, samples), samples)
 
     def sample(
         self, hidden: torch.Tensor, samples: Samples, features: SamplingFeatures
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None, torch.Tensor | None]:
-        """Sample any rows. The third result is for places that ask, the fourth, float32 [A, vocab], for those that ask
-        for all."""
+        """Sample any rows. The third result has the wanted log-probabilities; the fourth, float32 [A, vocab], is for
+        places that want those of every token."""
         logits, tables = self._logits(hidden, samples), self._tables
         device = logits.device
         asking = on_device(features.asking, device) if len(features.asking) else None
@@ -214,7 +214,7 @@ class DeviceHiddenStates:
 
 
 def logprob_entries(token_ids: NDArray[np.int64], found: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
-    """Return the entries of S tokens, each with its own number of most likely ones: int64 [S], S rows, S counts."""
+    """Return the log-probabilities of S tokens (int64 [S]); entry i has the `counts[i]` most likely tokens."""
     rows = zip(token_ids.tolist(), *(tensor.tolist() for tensor in found), counts, strict=True)
     return [
         TokenLogprobs(token_id, chosen, rank, list(zip(top_ids[:count], top[:count], strict=True)))

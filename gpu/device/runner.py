@@ -39,7 +39,7 @@ from gpu.sampling.sampler import NamedTokens
 
 logger = logging.getLogger(__name__)
 
-# A busy runner captures a graph that it lacks once in this many steps, so that a stream stumbles seldom.
+# A busy runner captures a graph that it lacks once in this many steps, so that streams are rarely delayed.
 STEPS_BETWEEN_CAPTURES = 32
 
 
@@ -69,7 +69,7 @@ class DeviceRunner:
         self._device_rows = DeviceRows(self.rows, self._tables, self._upload)
         self._sampler = DeviceSampler(self._tables, self.rows, model.compute_logits)
         self._prompt_outputs = PromptOutputs(sizes.max_num_seqs)
-        # Where graphs leave what they computed.
+        # The outputs of graphs.
         self._packed = torch.zeros(sizes.max_num_seqs, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None
         self._graphs: StepGraphs | None = None
@@ -93,7 +93,7 @@ class DeviceRunner:
             shape = self.rows.shape(plan)
             step = self._start(plan, shape, abandoned)
         except BaseException:
-            with suppress(Exception):  # the row table has these diffs, so the device should
+            with suppress(Exception):  # the row table has these diffs, so the device needs them
                 self._upload.send()
             self._upload.discard()
             self._device_rows.forget_sent()
@@ -103,7 +103,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Capture one graph, if any is missing. Returns whether more are."""
+        """Capture one graph, if any is missing. Return True if more are missing."""
         if self._graphs is None or not self.num_missing_graphs:
             return False
         # A capture runs the step once, and must change no request.
@@ -111,8 +111,9 @@ class DeviceRunner:
         self._upload.send()
         try:
             self._graphs.capture_next()
-        except Exception:  # graphs only save time: where they cannot be had, every step runs as the first ones do
-            logger.warning("no more CUDA graphs are captured: %d are missing", self._graphs.num_missing, exc_info=True)
+        except Exception:  # graphs only save time: without them, steps run eagerly
+            message = "CUDA graph capture failed; %d graphs missing, those steps run eagerly"
+            logger.warning(message, self._graphs.num_missing, exc_info=True)
             self._graphs.give_up()
         return self._graphs.num_missing > 0
 
@@ -140,7 +141,7 @@ class DeviceRunner:
                 num_tokens = int(shape.query_start_loc[-1])
                 sums = hidden[:num_tokens].sum(-1, dtype=torch.float32)  # finite where the state is
             if wants_prompts:
-                # Few ask, and what they get is read at once, which means that this step is waited for.
+                # Few requests want prompt outputs. The host reads them now, which waits for this step.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
                 states = DeviceHiddenStates(hidden, self._model.compute_logits)
                 self._prompt_outputs.add_to(prompt_outputs, plan, shape, states)
@@ -184,7 +185,7 @@ class DeviceRunner:
 def make_device_runner(
     served: TorchModel, num_blocks: int, sizes: BatchSizes, max_num_batched_tokens: int, graphs: Graphs | None = None
 ) -> DeviceRunner:
-    """The runner of a model where it is, with a cache of its own, and with `graphs`, on a CUDA device its own."""
+    """Return a runner on the model's device, with a new KV cache. On a CUDA device, `graphs` None makes CUDA graphs."""
     model, device = served.model, served.device
     if graphs is None and device.type == "cuda":
         graphs = agreed(CudaGraphs(device), model.communicator, device)
@@ -205,17 +206,17 @@ def make_device_runner(
 
 @dataclass
 class DeviceStep:
-    """The handle of a step that has been started, `engine.executor.StepHandle`."""
+    """An `engine.executor.StepHandle`: the handle of a step that has been started."""
 
     shape: StepShape
     features: SamplingFeatures
-    packed: torch.Tensor  # int32 [S], as of `record_step`: host memory that is being written
-    logprobs: LogprobTensors | None  # likewise, of those that ask
-    every: torch.Tensor | None  # likewise, float32 [A, vocab], of those that ask for all
+    packed: torch.Tensor  # int32 [S], from `record_step`: host memory that the device is writing
+    logprobs: LogprobTensors | None  # likewise, for places that want them
+    every: torch.Tensor | None  # likewise, float32 [A, vocab], for places that want every token's
     named_tokens: NamedTokens
-    sums: torch.Tensor | None  # likewise, float32 [T], of the states, where not all tokens are sampled from
-    copied: torch.cuda.Event | None = None  # None where nothing has to be waited for
-    prompt_outputs: ModelRunnerOutput | None = None  # outputs of prompts, where a request asked for them
+    sums: torch.Tensor | None  # likewise, float32 [T], sums of hidden states; None if all tokens sample
+    copied: torch.cuda.Event | None = None  # None: there is nothing to wait for
+    prompt_outputs: ModelRunnerOutput | None = None  # if a request wants prompt outputs
 
     def result(self) -> ModelRunnerOutput:
         if self.copied is not None:
@@ -254,7 +255,7 @@ def start_download(
     named_tokens: NamedTokens,
     sums: torch.Tensor | None,
 ) -> DeviceStep:
-    """Start copying what a step gives."""
+    """Start copying a step's results to the host."""
     copies = None if logprobs is None else LogprobTensors(*(_to_host(tensor) for tensor in logprobs))
     all_of_some, sums = (None if tensor is None else _to_host(tensor) for tensor in (every, sums))
     step = DeviceStep(shape, features, _to_host(packed), copies, all_of_some, named_tokens, sums)

@@ -25,7 +25,7 @@ DEVICE_COLUMNS = [column for column in COLUMNS if not column.host_only]
 
 
 def device_columns(num_rows: int) -> dict[str, torch.Tensor]:
-    """Return the columns of a device, [num_rows] each, with defaults, in the host's memory."""
+    """Return a device's columns of the row table, [num_rows] each, filled with defaults, in host memory."""
     return {
         column.name: torch.from_numpy(np.full(num_rows, column.default, dtype=column.device_dtype))
         for column in DEVICE_COLUMNS
@@ -163,7 +163,7 @@ class Upload:
         self._device = buffer.device
         self._starts: list[int] = []  # the offset of each segment, a run of consecutive words
         self._lengths: list[int] = []
-        self._words: list[int] = []  # of all segments
+        self._words: list[int] = []  # the words of all segments
 
     @property
     def num_words(self) -> int:
@@ -193,7 +193,7 @@ class Upload:
 
 
 def host_tensor(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return host memory for an asynchronous copy from or to this device: pinned, if that is a card.
+    """Return host memory for an asynchronous copy from or to this device: pinned, if the device is a card.
 
     torch reuses pinned memory, but none that a copy in progress still uses.
     """

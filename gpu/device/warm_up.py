@@ -1,8 +1,8 @@
 """The steps that are run before serving, and the memory they take.
 
-They take the most memory, so that what is left can be given to the KV cache; and they start every kernel in every form
-in which a step may want it, so that none is compiled while streams wait. They run twice: first only to compile these
-kernels, several at a time, then to measure.
+They take the most memory of all steps, so the rest can go to the KV cache; and they launch every variant of every
+kernel, so that none is compiled while requests wait. They run twice: first only to compile these kernels in parallel,
+then to measure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPILING = "Compiling kernels"  # with a warm cache it is quick
 MEASURING_STEPS, MEASURING_GRAPHS = "Measuring the memory of steps", "Measuring the memory of CUDA graphs"
 MOST_COMPILERS = 8  # threads; much of a compilation holds Python's lock
 PLAIN = SamplingParams(temperature=1.0, top_p=0.999, seed=0)
-# All that a request may want of the logits. They become float32 for it, so these are other kernels than the plain ones.
+# A request with every sampling feature. Its logits become float32, which needs other kernels than plain requests.
 EVERYTHING = SamplingParams(
     temperature=1.0, top_p=0.999, seed=0, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=20, max_tokens=1
 )
@@ -55,10 +55,10 @@ class _EveryToken:
 def rehearse(
     runner: Runner, sizes: BatchSizes, max_num_batched_tokens: int, vocab_size: int, progress: Progress = no_progress
 ) -> None:
-    """Run the steps that no later step exceeds, and report each to `progress`.
+    """Run the largest steps of each kind, and report each to `progress`.
 
-    They are: a plain draw; a short chunk of a prompt; the longest chunk there is; then the whole token budget for as
-    many requests as run at once, all of which want everything.
+    They are: a plain decode; a short chunk of a prompt; the longest chunk; then the whole token budget, divided among
+    the maximum number of requests, all with every sampling feature.
     """
     left, lengths = max_num_batched_tokens, []
     for others in reversed(range(min(sizes.max_num_seqs, max_num_batched_tokens))):
@@ -83,8 +83,8 @@ def rehearse(
 
 
 def graph_memory(runner: DeviceRunner, free: Callable[[], int], progress: Progress = no_progress) -> int:
-    """Bytes that all graphs of a runner that has none will take, estimated from two: the first, which is the largest,
-    brings the memory that all share, the second what each takes besides. `free` says how many bytes are."""
+    """Estimate the bytes that all graphs of a runner will take by capturing two: the first, the largest, allocates the
+    memory that all share; the second shows what each further graph adds. `free` returns the free bytes."""
     left = [free()]
     for number in range(2):
         progress(MEASURING_GRAPHS, number, 2)
@@ -113,12 +113,12 @@ _launch, _parse, _parsing = JITFunction.run, JITCallable.parse, threading.Lock()
 
 
 class _CompileOnly(AsyncCompileMode):
-    """Within it, launches of this thread submit their kernels to a pool, and none runs. A launch that runs would wait
-    for its kernel, so that one is compiled at a time."""
+    """A context in which this thread's launches only submit their kernels to a pool of compiling threads. A real launch
+    would wait for its kernel, so kernels would be compiled one at a time."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool, ignore_errors=True)
-        self.names: dict[Future[Any], str] = {}  # of the kernels that were submitted
+        self.names: dict[Future[Any], str] = {}  # the submitted kernels' names
 
 
 def launch_or_compile(kernel: JITFunction, *args: Any, warmup: bool, **keywords: Any) -> Any:
@@ -133,8 +133,8 @@ def launch_or_compile(kernel: JITFunction, *args: Any, warmup: bool, **keywords:
 
 
 def _parse_alone(function: JITCallable) -> Any:
-    """Parse while no other thread does: Python counts the depth of all syntax trees that it builds in one variable, and
-    raises SystemError if threads take turns before a tree is complete (cpython#106905)."""
+    """Parse under a lock: Python counts the depth of all syntax trees in one variable, and raises SystemError if
+    threads interleave (cpython#106905)."""
     with _parsing:
         return _parse(function)
 
@@ -163,7 +163,7 @@ def compile_kernels(launch: Callable[[], object], num_workers: int, progress: Pr
             pool.shutdown(wait=False, cancel_futures=True)
             for future in mode.raw_futures:
                 if future.cancelled():
-                    future.set_running_or_notify_cancel()  # or the end of the mode would wait for it
+                    future.set_running_or_notify_cancel()  # else leaving the mode would wait for it
             mode.raw_futures = [future for future in mode.raw_futures if future.done()]
 
 
@@ -194,8 +194,8 @@ def _sizes(model: TorchModel, options: WorkerOptions) -> BatchSizes:
 def kv_cache_budget(
     model: TorchModel, options: WorkerOptions, num_workers: int, progress: Progress = no_progress
 ) -> int:
-    """Bytes that the KV cache may take, with the weights in place. A runner with a cache of one block finds out what
-    steps, tables and graphs take, when `num_workers` threads have compiled the kernels that they need."""
+    """Return the bytes that the KV cache may take, after the weights are loaded. `num_workers` threads compile the
+    kernels, then a runner with a cache of one block measures what steps, tables and graphs take."""
     sizes, most = _sizes(model, options), options.max_num_batched_tokens
 
     def rehearsed(graphs: Graphs | None = None, progress: Progress = no_progress) -> DeviceRunner:
@@ -226,7 +226,7 @@ def synchronize(device: str) -> None:
 
 
 def release() -> None:
-    """Give back what torch keeps for later."""
+    """Free the memory that torch caches."""
     torch.cuda.empty_cache()
 
 

@@ -20,8 +20,8 @@ from gpu.kernels.decode import paged_decode
 from gpu.kernels.dispatch import on_triton, tl, triton
 from gpu.kernels.prefill import paged_prefill, rows_per_block
 
-# A part is at least this many tokens. Parts are that small only where requests are too few to fill the device; there
-# each further tile of a program would delay the whole step.
+# The fewest tokens of a part. Parts get this small only if requests are too few to fill the device; then each further
+# tile of a program delays the whole step.
 MIN_PART_TOKENS = 64
 # Programs wanted per multiprocessor. More than run at once, so that requests of unequal length fill each other's gaps.
 PROGRAMS_PER_PROCESSOR = 4
@@ -36,7 +36,7 @@ class AttentionWork(NamedTuple):
     parts: torch.Tensor  # int32 [P, 4], of decodes: request, number of the part, of how many, length of the request
     part_starts: torch.Tensor  # int32 [B + 1]
     blocks: torch.Tensor  # int32 [Q, 2], of chunks: request, and its first query that the program takes
-    block_rows: int  # of a program that takes a block: queries times the heads that share a KV head
+    block_rows: int  # rows of a block: its queries times the heads that share a KV head
 
 
 def list_attention_work(
@@ -177,12 +177,12 @@ def attend_reference(
 
 
 # ------------------------------------------------------------------------------------------------------------ work list
-# Which program of a step's attention computes what, decided on the device.
+# The device assigns the work of a step's attention to programs.
 #
-# A grid depends on shapes alone, so that it fits a graph, but how much there is to read depends on the lengths. So the
-# grid is an upper bound, each program looks up its work, and programs without work end at once. Decodes share `spare`
-# parts beyond one for each of them: a part is the `spare`-th of all tokens that are read, so a long request among short
-# ones is cut, and as many short ones are not.
+# A grid depends on shapes alone, so that it fits a graph, but the work depends on the lengths. So the grid is an upper
+# bound; each program looks up its work, and programs without work end at once. Besides one part per decode there are
+# `spare` parts: a part has 1 / `spare` of all tokens read, so a long request among short ones is split, and short
+# requests are not.
 
 
 # One compilation serves any number of requests: nothing is gained by specializing.

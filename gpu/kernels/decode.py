@@ -208,14 +208,14 @@ def _merge(
 
 
 # ------------------------------------------------------------------------------------------------------- online softmax
-# Used by the kernels of decode and prefill: a tile of scores and values taken into a running softmax, as FlashAttention
-# does (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). Powers of two replace those of e:
-# scores come scaled by log2(e), and exp2 is one instruction.
+# Used by the kernels of decode and prefill: they merge a tile of scores and values into a running softmax, as
+# FlashAttention does (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135). Powers of two replace
+# those of e: scores come scaled by log2(e), and exp2 is one instruction.
 
 
 @triton.jit
 def beginning(sink_ptrs, is_taken, HAS_SINKS: tl.constexpr):
-    """Return the maximum and the sum of weights of M rows that have seen no key: those of the sink where `is_taken`."""
+    """Return the initial maximum and sum of weights of M rows, before any key: the sink's where `is_taken`."""
     highest = tl.full(sink_ptrs.shape, float("-inf"), tl.float32)
     total = tl.zeros(sink_ptrs.shape, tl.float32)
     if HAS_SINKS:
@@ -226,7 +226,7 @@ def beginning(sink_ptrs, is_taken, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def accumulate(acc, highest, total, scores, value):
-    """Take float32 `scores` [M, TILE], -inf where hidden, and `value` [TILE, D] into the running state of M rows:
+    """Merge float32 `scores` [M, TILE], -inf where hidden, and `value` [TILE, D] into the running state of M rows:
     weighted sum [M, D], maximum [M] and sum of weights [M], all float32."""
     raised = tl.maximum(highest, tl.max(scores, 1))
     # The maximum of a row that has seen no key is -inf, which must not be subtracted.

@@ -23,7 +23,7 @@ if torch.cuda.is_available() or "triton" in sys.modules or os.environ.get("TRITO
 else:
 
     def _left_alone(kernel: Callable | None = None, **_options: object) -> Callable:
-        """Stand in for `triton.jit`: the kernels of the module are never launched."""
+        """Replace `triton.jit` without Triton: the kernels of the module are never launched."""
         return kernel or _left_alone
 
     triton, tl, libdevice = SimpleNamespace(jit=_left_alone), None, None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gpu.kernels.dispatch import on_triton, tl, triton
 
-ROWS = 32  # of one expert, that a program of the kernel takes at a time
+ROWS = 32  # rows of one expert that a program of the kernel takes at a time
 OUTPUTS, COLUMNS = 64, 64
 BLOCK = 1024
 

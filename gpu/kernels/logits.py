@@ -14,7 +14,7 @@ import torch
 from gpu.kernels.dispatch import on_triton, tl, triton
 
 BLOCK = 1024
-# In the scratch: the token is in the prompt. The bits below it count the token in the output.
+# A bit of a scratch word: the token is in the prompt. The bits below count the token in the output.
 PROMPT_BIT = 1 << 30
 # Programs that share the tokens of one row when penalties are applied: fixed, so that a graph fits any length.
 PENALTY_CHUNKS = 8

@@ -176,7 +176,7 @@ def _finalize_reference(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 @triton.jit
 def _noise(seed, position, token_id, FAST: tl.constexpr):
     """Return -log2(-log2(1 - v)) for one row, float32, the shape of `token_id`. `exponential_noise` is -log(1 - v): the
-    two differ in a constant factor, which decides no race."""
+    two differ in a constant factor, which does not change the winner."""
     key = _mix(_mix(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     bits = _finalize(_finalize(token_id.to(tl.uint32) ^ key.to(tl.uint32)) ^ (key >> 32).to(tl.uint32))
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
@@ -187,7 +187,7 @@ def _noise(seed, position, token_id, FAST: tl.constexpr):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """Use one instruction where it is compiled, off by 2 ** -22 at most near 1; the interpreter has no such thing."""
+    """Return log2(x): one instruction when compiled, off by 2 ** -22 at most near 1; the interpreter lacks it."""
     return libdevice.fast_log2f(x) if FAST else tl.log2(x)
 
 
@@ -211,7 +211,7 @@ def _finalize(x):
 # One program per row. The tokens that matter are rarely more than a few hundred, so the logits within a few
 # temperatures of the largest are first copied next to each other, and the searches run over the copy; the whole row is
 # searched only where the copy does not suffice (a nucleus of thousands of tokens). A search bisects between two logits,
-# and after each look both ends move to values that occur, so it ends on one, after about as many looks as there are
+# and each look moves both ends to logits that occur, so it ends on one, after about as many looks as a logit has
 # significant bits: ten for bfloat16. Sums are made in the same order whatever else is in the batch.
 
 
@@ -355,7 +355,7 @@ def _highest(values_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy_from(target_ptr, values_ptr, count, threshold, CAPACITY: tl.constexpr):
-    """Copy the values from `threshold` up next to each other, as many as there is room for; return how many exist."""
+    """Copy the values from `threshold` up next to each other, up to CAPACITY; return how many such values exist."""
     found = count * 0
     for start in range(0, count, CAPACITY):
         x = _load(values_ptr, start, count, CAPACITY)
@@ -388,7 +388,7 @@ def _search(
     BLOCK: tl.constexpr,
     MAX_LOOKS: tl.constexpr,
 ):
-    """Return the largest value such that it and all above it together number `needed`, or weigh it; `low` if none does.
+    """Return the largest value such that `needed` values, or with BY_MASS this mass, lie from it up; else `low`.
 
     It lies between `low` and `high`, the largest value of all.
     """
@@ -396,7 +396,7 @@ def _search(
     looks = 0
     while (low < high) & (looks < MAX_LOOKS):
         middle = low + (high - low) * 0.5
-        middle = tl.where(middle > low, middle, high)  # no number lies between neighbours
+        middle = tl.where(middle > low, middle, high)  # adjacent floats have no number between them
         weight = tl.zeros([BLOCK], tl.float32)
         above = tl.full([BLOCK], float("inf"), tl.float32)
         below = tl.full([BLOCK], float("-inf"), tl.float32)

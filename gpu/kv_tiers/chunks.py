@@ -6,11 +6,11 @@
     40   8  bytes of the payload
     48   8  not used: zeros; earlier versions wrote a number
     56  16  checksum of the payload
-    72  16  keyed BLAKE2b of all that
+    72  16  keyed BLAKE2b of the fields above
     88      zeros up to 128, then the payload
 
-Numbers are little-endian. The keys come from a file in the same directory, so a directory that was copied without its
-key file has only misses.
+Numbers are little-endian. The secret keys (not K/V) come from a file in the same directory, so a directory that was
+copied without its key file has only misses.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def read_key(path: Path, first: bytes | None = None) -> bytes:
             descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             with open(descriptor, "wb") as file:
                 file.write(first or os.urandom(32))
-            with suppress(FileExistsError):  # of engines that start together, all use the key of the first
+            with suppress(FileExistsError):  # engines that start together all use the first one's key
                 os.link(draft, path)
         finally:
             draft.unlink(missing_ok=True)
@@ -129,12 +129,12 @@ def _read_key(path: Path) -> bytes:
             raise PermissionError(f"{path} must be readable by its owner alone; run chmod 600 on it")
         key = file.read(33)
     if len(key) != 32:
-        raise OSError(f"{path} must have 32 bytes, but has another length; remove it, and nothing stored is used again")
+        raise OSError(f"{path} must have 32 bytes; if you remove it, chunks stored so far are never used again")
     return key
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
-# Blocks copied out of the KV cache and into it, all layers at once. Called on the engine's thread, between steps.
+# Copies of blocks out of the KV cache and into it, all layers at once. Called on the engine's thread, between steps.
 
 
 def nothing_to_wait_for() -> None: ...
@@ -143,19 +143,19 @@ def nothing_to_wait_for() -> None: ...
 class KVMemory(Protocol):
     """The KV cache of a model: one array for each layer, [num_blocks, ...]."""
 
-    block_bytes: int  # of one block over all layers
+    block_bytes: int  # bytes of one block over all layers
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
         """Allocate memory to copy to and from: uint8 [num_bytes]."""
         ...
 
     def copy_out(self, block_ids: Sequence[int], into: NDArray[np.uint8]) -> Callable[[], None]:
-        """Copy these blocks to [layers, blocks, bytes]. Return a function that waits until they are there; later steps
-        may write to the cache before that."""
+        """Copy these blocks to [layers, blocks, bytes]. Return a function that waits until the copy is complete; later
+        steps may write to the cache before that."""
         ...
 
     def copy_in(self, block_ids: Sequence[int], data: NDArray[np.uint8]) -> Callable[[], None]:
-        """Copy `data` to these blocks before any later step, but none to negative ids. Return a function that waits
+        """Copy `data` to these blocks before any later step; negative ids are skipped. Return a function that waits
         until `data` may be changed."""
         ...
 
@@ -190,7 +190,7 @@ class HostMemory:
 
 
 class TorchMemory:
-    """A `KVMemory` over tensors. It copies on their device's current stream, behind the steps in flight."""
+    """A `KVMemory` over tensors. It copies on their device's current stream, after the steps in flight."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
         import torch

@@ -1,7 +1,7 @@
 """Open a tier from settings and a loaded model, or log why there is none.
 
 A chunk's namespace identifies the model: every byte of the weights' files, the configuration, the library or torch
-build that computes, the form of the weights, and a block's layout in memory. If any of it differs, nothing is found.
+build that computes, the form of the weights, and a block's layout in memory. If one differs, no chunk is found.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def check_tiers(options: WorkerOptions, device: str) -> None:
 
 
 def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
-    """Begin to read every byte of the weights' files on a thread, at some GB per second. Call it before they are
-    loaded.
+    """Begin to read every byte of the weights' files on a thread, at some GB per second. Call it before loading the
+    weights.
 
     Return a function that waits for the digest. Call that when the weights are loaded: it raises OSError if a file was
     replaced or written to in between, so that the loaded weights may differ from the digest's.
@@ -80,8 +80,8 @@ def open_tier(
 ) -> KVTier | None:
     """Return the tier that the options ask for; None if its directory cannot be used now, which is logged.
 
-    Each place of a block table has a block for each of `num_groups` groups, all in the same `caches`. Raises
-    ConfigError for a tier that can never be used.
+    An entry of a block table has a block for each of `num_groups` groups, all in the same `caches`. Raises ConfigError
+    for a tier that can never be used.
     """
     memory: KVMemory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
     blocks_per_chunk = max(1, CHUNK_BYTES // (num_groups * memory.block_bytes))
@@ -131,7 +131,7 @@ def open_tier(
 
 
 def _computed_by() -> tuple[str, ...]:
-    """Return the builds of the library and torch, and the processor's features they use: others may round otherwise."""
+    """Return the builds of library and torch, and the processor features they use: others may round differently."""
     library = load_library()
     found = [] if library is None else [blake2b(library.path.read_bytes(), digest_size=16).hexdigest()]
     if (torch := sys.modules.get("torch")) is not None:

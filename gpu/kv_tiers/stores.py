@@ -5,7 +5,7 @@
     DIR/NAMESPACE/NAME.kv        a chunk; its time of modification is when it was last used
     DIR/NAMESPACE/*.tmp          a chunk that is being written, locked by its writer
 
-1. A chunk gets its name when it is complete, so no reader sees half of one unless the machine crashed. Nothing is
+1. A chunk gets its name when it is complete, so no reader sees half of one unless the machine crashed. Files are not
    synced for that case: a file that does not match its header is a miss, and is removed with a line in the log.
 2. Other files in a namespace are left alone. Nothing is stored in or read from a folder that is a symbolic link.
 """
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 PAUSE = 60.0  # seconds without writing, after a write has failed
 SCAN_INTERVAL = 1.0  # seconds at least between two scans for chunks that other engines have written or removed
-SCAN_SHARE = 0.01  # of the time, at most, goes into scans
-AT_A_STRETCH = 1000  # files, after which other threads get the interpreter
-SLACK = 0.05  # share of the limit that an eviction frees in addition, so that not every chunk needs one
+SCAN_SHARE = 0.01  # of a store's time at most is spent on scans
+AT_A_STRETCH = 1000  # files read before other threads get the interpreter
+SLACK = 0.05  # share of the limit that an eviction frees in addition, so that evictions are rare
 _DRAFT = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
 
 
@@ -80,7 +80,7 @@ class DiskStore:
         return self._total
 
     def find(self, name: bytes) -> bool:
-        """Return True if this chunk was there at the last scan."""
+        """Return True if this chunk existed at the last scan."""
         return name in self._entries
 
     def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
@@ -110,7 +110,7 @@ class DiskStore:
         return False
 
     def store(self, name: bytes, payload: NDArray[np.uint8]) -> bool:
-        """Write a chunk, and evict others for it. Returns True if it is there now. Never raises OSError."""
+        """Write a chunk, and evict others for it. Return True if it is stored now. Never raises OSError."""
         if self.find(name):
             return True
         if self._clock() < self._pause_until or self._signer.chunk_bytes > self._max_bytes:
@@ -121,8 +121,8 @@ class DiskStore:
                     return False
                 self._write(name, payload)
             except (FileNotFoundError, BlockingIOError, IsADirectoryError):
-                # The directory was emptied, or another engine took the draft for one of a dead writer, or a folder has
-                # the chunk's name.
+                # The directory was emptied, or another engine removed the temporary file as that of a dead writer, or a
+                # folder has the chunk's name.
                 self._make()
                 return False
         except OSError as error:
@@ -166,7 +166,7 @@ class DiskStore:
             self._next_scan = self._clock() + max(SCAN_INTERVAL, (time.thread_time() - began) / SCAN_SHARE)
 
     def _make(self) -> None:
-        """Make the directory, its key and the namespace's folder where they are missing. Raises OSError."""
+        """Make the directory, its key and the namespace's folder if they are missing. Raises OSError."""
         if self._key is not None:
             if not (self._root / "key").exists():
                 logger.warning("the KV cache directory %s was removed or emptied, and is made again", self._root)
@@ -217,7 +217,7 @@ class DiskStore:
                 os.close(descriptor)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evict chunks of any namespace until `num_bytes` fit. Return False while another engine does so."""
+        """Evict chunks of any namespace until `num_bytes` fit. Return False while another engine is evicting."""
         if self._total + num_bytes <= self._max_bytes:
             return True
         with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600), "wb") as lock:
@@ -237,9 +237,9 @@ class DiskStore:
         return self._total + num_bytes <= self._max_bytes
 
     def _scan_all(self) -> list[tuple[int, int, str]]:
-        """Return the time of last use, size and path of each chunk of all namespaces. Removes drafts of dead writers.
+        """Return time of last use, size and path of all namespaces' chunks. Removes temporary files of dead writers.
 
-        A time in the future counts as 0: the clock was set back since. So does that of a file larger than the limit.
+        A time in the future counts as 0, because the clock was set back; a file larger than the limit gets 0, too.
         """
         found: list[tuple[int, int, str]] = []
         names: set[bytes] = set()
@@ -283,7 +283,7 @@ def _touch(file: int | str, **where: Any) -> None:
 
 
 def _remove_if_left(path: str) -> None:
-    """Remove a draft that no writer has locked: its writer has died."""
+    """Remove an unlocked temporary file: its writer died."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:

@@ -1,7 +1,7 @@
 """Threads that store and load chunks while steps run: the `engine.executor.BlockTier` of a device.
 
 Only the engine's thread touches the KV cache, between steps: it copies chunks to and from buffers, so any block may be
-reused at any time, and a request that leaves during a load leaves nothing behind. Threads do the files and checksums.
+reused at any time, and a request aborted during a load needs no cleanup. Other threads do file I/O and checksums.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from gpu.kv_tiers.chunks import KVMemory, nothing_to_wait_for
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**20  # the size of a chunk, about
+CHUNK_BYTES = 2**20  # approximate size of a chunk
 NUM_BUFFERS = 8  # for storing, and as many for loading
 READERS = 2  # threads
 LOOK_AROUND = 1.0  # seconds between two looks for chunks that other engines have stored
-WAIT_SECONDS = 0.005  # an idle engine waits so long before it looks into its inbox again
-OPENING_SECONDS = 2.0  # a start waits so long for the stores, so that the first request finds its chunks
-MEASURES = 16  # measurements that an average remembers, about
-MEASURE_AGAIN = 60.0  # seconds after which measured load times count no more
-CLOSING_SECONDS = 2.0  # the end waits so long for the threads: a file system may never answer
+WAIT_SECONDS = 0.005  # an idle engine waits this long before it checks its inbox again
+OPENING_SECONDS = 2.0  # a start waits this long for the stores, so that the first request finds its chunks
+MEASURES = 16  # approximate number of measurements in an average
+MEASURE_AGAIN = 60.0  # seconds after which measured load times expire
+CLOSING_SECONDS = 2.0  # closing waits this long for the threads: a file system may never answer
 
 
 class BlockStore(Protocol):
-    """A store of chunks by their names. `find` never waits; a chunk that `load` cannot give is a miss."""
+    """A store of chunks by their names. `find` never waits; a chunk that `load` cannot read is a miss."""
 
     name: str
 
@@ -53,7 +53,7 @@ class BlockStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A chunk of a load, and the blocks that it goes to."""
+    """A chunk to load, and the blocks to copy it to."""
 
     ticket: int
     index: int
@@ -63,7 +63,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A chunk that was read from the store of that name; None: no store had it."""
+    """A chunk that was read, and the name of its store; None: no store had it."""
 
     wanted: _Wanted
     buffer: NDArray[np.uint8] | None  # None: no memory for it
@@ -88,15 +88,15 @@ class KVTier:
         self.key = key
         self.blocks_per_chunk = blocks_per_chunk
         self.payload_bytes = payload_bytes
-        self.store_seconds = 0.0  # processor time that storing a chunk takes from the steps, about
-        self._load_seconds: deque[float] = deque(maxlen=MEASURES)  # of the last loaded chunks
+        self.store_seconds = 0.0  # approximate processor time that storing a chunk takes from the steps
+        self._load_seconds: deque[float] = deque(maxlen=MEASURES)  # of the latest chunks
         self._measured_at = 0.0
         self._memory = memory
         self._clock = clock
         self._stores: Sequence[BlockStore] = ()
         self._copy_seconds = 0.0
         self._num_tickets = 0
-        self._lock = threading.Lock()  # of the counts
+        self._lock = threading.Lock()  # guards the counts
         self._counts: dict[str, TierStats] = {}
         self._news = threading.Event()  # a chunk has been read, or a buffer is free again
         self._free: deque[NDArray[np.uint8] | None] = deque([None] * NUM_BUFFERS)
@@ -124,16 +124,16 @@ class KVTier:
     def is_cheaper(self, seconds: float) -> bool:
         """Return True if loading a chunk is cheaper than computing it in `seconds`, or if either was not measured.
 
-        The median of loads is compared, since one that waited for other work says nothing of the next. It expires,
-        because nothing is loaded and measured while loading seems too expensive.
+        The median of load times is compared, since a single load may have waited for other work. It expires, because no
+        load is measured while loading seems too expensive.
         """
         if seconds == 0.0 or not self._load_seconds:
             return True
         return self._clock() - self._measured_at > MEASURE_AGAIN or median(self._load_seconds) < seconds
 
     def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int:
-        """Begin to load each chunk into its blocks, which stay the caller's until all chunks were polled or the load
-        was cancelled. Return the load's ticket."""
+        """Start loading each chunk into its blocks, and return the load's ticket. The caller must keep the blocks until
+        all chunks were polled or the load was cancelled."""
         self._num_tickets += 1
         self._living.add(self._num_tickets)
         self._wanted += (
@@ -144,13 +144,13 @@ class KVTier:
         return self._num_tickets
 
     def cancel(self, ticket: int) -> None:
-        """Drop a load: nothing is copied for it from now on."""
+        """Cancel a load: none of its chunks is copied from now on."""
         self._living.discard(ticket)
         self._wanted = deque(wanted for wanted in self._wanted if wanted.ticket != ticket)
 
     def poll(self, seconds: float) -> list[tuple[int, int, str | None]]:
-        """Copy chunks that were read to their blocks, for about `seconds`. Return ticket and index of each chunk that
-        is done, with the name of its store, or None if it could not be loaded."""
+        """Copy chunks already read into their blocks, for about `seconds`. Return ticket and index of each finished
+        chunk, with the name of its store, or None if it could not be loaded."""
         found: list[tuple[int, int, str | None]] = []
         end = time.perf_counter() + seconds
         while self._arrived and time.perf_counter() < end:
@@ -170,7 +170,7 @@ class KVTier:
         return found
 
     def store(self, name: bytes, block_ids: Sequence[int]) -> bool:
-        """Copy a chunk, which a thread then stores. Returns False while all buffers are in use."""
+        """Copy a chunk out of the KV cache, for a thread to store. Return False if all buffers are in use."""
         if not self._free:
             return False
         buffer = self._free.popleft()
@@ -187,8 +187,8 @@ class KVTier:
         return True
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark the chunks of a prefix as used, the first one last: the end of a prefix is evicted before its beginning,
-        without which it could not be loaded."""
+        """Mark the chunks of a prefix as used, the first chunk last: a prefix is evicted from its end, because later
+        chunks cannot be loaded without earlier ones."""
         self._tasks.put(partial(self._touch, names))
 
     def discard(self, names: Iterable[bytes]) -> None:
@@ -198,7 +198,7 @@ class KVTier:
         self._tasks.put(partial(self._discard, wrong))
 
     def wait(self) -> None:
-        """Wait up to `WAIT_SECONDS` for news, if there is nothing to poll yet."""
+        """Wait up to `WAIT_SECONDS` for a chunk or a free buffer, if there is nothing to poll yet."""
         if not self._arrived:
             self._news.wait(WAIT_SECONDS)
         self._news.clear()
@@ -312,7 +312,7 @@ class KVTier:
             self._news.set()
 
     def _note_sizes(self, known: list[int]) -> None:
-        """Have `take_stats` report each store with another size than in `known`, which is brought up to date."""
+        """Make `take_stats` report each store with a size that differs from `known`, and update `known`."""
         for index, store in enumerate(self._stores):
             if store.num_bytes != known[index]:
                 known[index] = store.num_bytes

@@ -90,7 +90,7 @@ class MoE(nn.Module):
         return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
 
     def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's part of the expert that all tokens have."""
+        """Compute this rank's part of the shared expert."""
         assert self.shared is not None
         assert self.shared_gate is not None
         return self.shared(hidden).mul_(self.shared_gate(hidden).sigmoid_())

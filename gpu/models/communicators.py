@@ -66,7 +66,9 @@ class TorchCommunicator:
         try:
             yield
         except RuntimeError as error:  # any failure: a deadline, a closed connection
-            raise RankLost(self._rank_of_world, socket.gethostname(), "has waited in vain for another rank") from error
+            raise RankLost(
+                self._rank_of_world, socket.gethostname(), "failed in a collective (timeout or closed connection)"
+            ) from error
 
 
 # ------------------------------------------------------------------------------------------------------- shared tensors

@@ -60,7 +60,7 @@ class CausalLM(nn.Module):
             for rope in dict.fromkeys(ropes)
         }
         self._rotaries = [*rotaries.values()]  # in the order of their first use
-        # Of each layer; a layer with a state has no positions, and ignores the rotation.
+        # The rotation of each layer; a layer with a state has no positions, and ignores it.
         self._rotary_of = [
             list(rotaries).index(layer.attention.rope) if isinstance(layer.attention, AttentionSpec) else 0
             for layer in spec.layers
@@ -97,7 +97,7 @@ class CausalLM(nn.Module):
 
         A pipeline stage starts from the `residual` stream [T, hidden] of the stage before, which it overwrites; if it
         is not the last, it returns its own. The keys and values of the T tokens are written to `kv_caches`, one for
-        each slot of `gpu.kv_cache`, at the places in the metadata of the layer's group, the last for layers with
+        each slot of `gpu.kv_cache`, at the positions in the metadata of the layer's group; the last is for layers with
         states (`StateMetadata`). `cancellation_check` is called before each layer, and may raise to end the pass.
         """
         if residual is None:
@@ -131,7 +131,7 @@ class CausalLM(nn.Module):
         return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
 
     def allocate_states(self, num_slots: int, device: torch.device) -> torch.Tensor:
-        """Return zeroed states, float32 [slots, layers, numbers]. For `forward` each layer's go behind the caches."""
+        """Return zeroed states, float32 [slots, layers, numbers]. `forward` takes each layer's after the caches."""
         delta_layers = self.spec.delta_layers
         size = delta_layers[0].state_size if delta_layers else 0
         return zeros((num_slots, len(delta_layers), size), torch.float32, device)
@@ -160,7 +160,7 @@ class CausalLM(nn.Module):
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy and convert tensors with their Hugging Face names, one at a time, so that memory needs to hold only one
-        besides the model. Raises ModelError if tensors of the configuration are missing, or others are there."""
+        besides the model. Raises ModelError for missing and for unknown tensors."""
         slots = weight_slots(self)
         for name, tensor in checked(weights, self.config, source="The checkpoint", spec=self.spec):
             slots[name].copy_(tensor)
@@ -170,7 +170,7 @@ class CausalLM(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward network, each behind a norm."""
+    """Attention and feed-forward network, with their norms."""
 
     def __init__(self, spec: LayerSpec, attention: Callable[[Heads], AttentionBackend], place: Place) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from gpu.checkpoint.architecture import GatedDeltaSpec
 from gpu.models import layers
 
 CHUNK = 64
-_EPS = 1e-6  # of the length of queries and keys
+_EPS = 1e-6  # added to the squared lengths of queries and keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class StateMetadata:
     query_lens_list: list[int]  # [B]
     num_decodes: int
     rows: torch.Tensor  # int64 [B], the slots of the requests' states
-    # Copies of states to keep: for each request that has any, after how many of its tokens, ascending, and the slot.
+    # Copies of states to keep, by request: (n, slot), the slot for the state after n of its tokens, n ascending.
     saves: Mapping[int, list[tuple[int, int]]]
 
 
@@ -59,7 +59,7 @@ class GatedDeltaNet(nn.Module):
         heads = states[:, : -spec.conv_dim * (spec.conv.shape[2] - 1)].unflatten(
             1, (spec.value_heads, spec.key_dim, spec.value_dim)
         )
-        inputs = states[:, heads[0].numel() :].unflatten(1, (spec.conv_dim, -1))  # the convolution's latest
+        inputs = states[:, heads[0].numel() :].unflatten(1, (spec.conv_dim, -1))  # latest inputs of the convolution
         output = torch.empty(len(hidden), spec.value_heads, spec.value_dim, device=hidden.device)
         if count := metadata.num_decodes:
             rows = metadata.rows[:count]

@@ -67,7 +67,7 @@ class Linear(Product):
 
 
 class RowLinear(Linear):
-    """A linear layer with inputs on several ranks: each multiplies its own, and the products are added up."""
+    """A linear layer with inputs split over ranks: each rank multiplies its inputs, and the products are added."""
 
     def __init__(self, part: Part, place: Place) -> None:
         super().__init__(part, place=place)
@@ -176,7 +176,7 @@ class QKNorm(nn.Module):
         super().__init__()
         self.specs = specs
         self.shape, self.eps = specs[0].weight.shape, specs[0].eps
-        self.weight = place.parameter(2, heads.dim, dtype=_dtype(specs[0], place))  # of the queries, of the keys
+        self.weight = place.parameter(2, heads.dim, dtype=_dtype(specs[0], place))  # for queries, for keys
         rows = [0] * heads.query + [1] * heads.kv
         self.register_buffer("head_index", torch.tensor(rows, device=place.device), persistent=False)
 
@@ -294,14 +294,14 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- packed
-# Matrices in oneDNN's own tiles. From a plain matrix it makes the tiles in every call, which for few rows takes as long
-# as the product: a head of 49,152 x 576 in bfloat16 takes 6.9 ms plain and 4.2 ms packed, for one row on one core. The
+# Matrices in oneDNN's tiled layout. oneDNN converts a plain matrix in every call, which for few rows takes as long as
+# the product: a head of 49,152 x 576 in bfloat16 takes 6.9 ms plain and 4.2 ms packed, for one row on one core. The
 # results are the same bits.
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return the packed form of an [out, in] matrix for `packed_linear`, None where it is not faster: packing pays for
-    bfloat16 on a CPU with instructions for it."""
+    """Return the packed form of an [out, in] matrix for `packed_linear`, None where it is not faster: packing is faster
+    for bfloat16 on a CPU with bfloat16 instructions."""
     if (
         weight.device.type != "cpu"
         or weight.dtype != torch.bfloat16

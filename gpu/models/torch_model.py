@@ -1,4 +1,4 @@
-"""The model for the worker and the runner on the host, where torch computes: numpy in, numpy out. And its loading."""
+"""The torch model behind the interface of the worker and the host's runner (numpy in, numpy out), and its loading."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TorchModel:
         self.kv_caches = self.model.allocate_kv_cache(num_blocks, self.dtype, self.device)
 
     def allocate_states(self, num_slots: int) -> None:
-        """Allocate states, zeroed, after the caches: of a batch's rows, then of checkpoints."""
+        """Allocate zeroed states, for a batch's rows and then for checkpoints, and append them to the caches."""
         self.states = self.model.allocate_states(num_slots, self.device)
         self.kv_caches += self.states.unbind(1)
 
@@ -158,8 +158,8 @@ def load_torch_model(
 def resolve_dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:
     """Return the type of weights, activations and KV.
 
-    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if the processor has instructions for it, which halves
-    the bytes that each token reads, and float32 if not.
+    "auto" is the checkpoint's type on CUDA. On a CPU it is bfloat16 if the processor has instructions for it, which
+    halves the bytes that each token reads, and float32 if not.
     """
     if name == "auto":
         if device == "cpu":

@@ -59,7 +59,7 @@ class _Shared:
 
     # The driver writes the first of these words, the first rank the others.
     abandoned = _Word(8)  # the latest step that was aborted
-    stopped = _Word(16)  # the number of the check at which the first rank last stopped a step; other ranks do so at it
+    stopped = _Word(16)  # the check at which rank 0 last stopped a step; other ranks stop at the same check
     checked = _Word(24)  # the number of checks by the first rank whether a step was aborted
 
     def __init__(self, memory: int, num_readers: int) -> None:
@@ -77,7 +77,7 @@ class _Shared:
 
 
 class RingWriter(_Shared):
-    """The writer's side. Not thread-safe. Each reader's process inherits `memory` and its own of the `wakers`."""
+    """The writer's side. Not thread-safe. Each reader's process inherits `memory` and one of the `wakers`."""
 
     def __init__(self, num_readers: int, capacity: int = CAPACITY) -> None:
         memory = os.memfd_create("headrace-ring")
@@ -241,7 +241,7 @@ class StageLink:
     """The links of a rank to the stages before and after its own. Not thread-safe."""
 
     def __init__(self, before: Reader | None, after: Writer | None, *, is_last: bool) -> None:
-        """`before` is None on the first stage. `after` is None on the last one, and if another rank writes."""
+        """`before` is None on the first stage. `after` is None on the last stage, and on ranks that do not write."""
         self._before = before
         self._after = after
         self._number = 0

@@ -1,4 +1,4 @@
-"""The messages between a driver and its ranks, in msgpack, never pickled. All ranks get the same ones.
+"""The messages between a driver and its ranks, in msgpack, never pickled. All ranks get the same messages.
 
 A loading rank sends its progress, then the largest KV cache that it could have; the driver answers with the smallest of
 all. The rank sends `Loaded`, and from then on executes the driver's messages in order.
@@ -33,10 +33,10 @@ class RankSetup(msgspec.Struct, kw_only=True):
     cache_dir: str | None
     load_format: str
     seed: int = 0
-    options: dict[str, Any]  # of `gpu.runner.runner.WorkerOptions`
+    options: dict[str, Any]  # fields of `gpu.runner.runner.WorkerOptions`
     ring: Group
     before: Group | None = None  # activations from the stage before
-    after: Group | None = None  # activations to the stage behind
+    after: Group | None = None  # activations to the next stage
     segment: int | None = None  # shared memory of the stage's tensor ranks
     store: int | None = None  # the file of torch's store, by which all ranks find each other
     log: dict[str, Any] = {}  # the configuration of the rank's log
@@ -137,7 +137,7 @@ class Output(msgspec.Struct, tag=True, array_like=True):
 
 
 class ExpertTokens(msgspec.Struct, tag=True, array_like=True):
-    """The tokens of each expert of each layer of a stage, from time to time. They come from the stage's first tensor
+    """The token counts of a stage by layer and expert, sent from time to time. They come from the stage's first tensor
     rank, because all its tensor ranks route all tokens alike."""
 
     tokens: list[list[int]]
@@ -159,7 +159,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
 
 Up = LoadProgress | CacheSize | Loaded | Output | ExpertTokens | Failed | Answer
 
-encode = msgspec.msgpack.Encoder(enc_hook=lambda handle: True).encode  # a handle of masks becomes True: they follow
+encode = msgspec.msgpack.Encoder(enc_hook=lambda handle: True).encode  # masks follow; their handle becomes True
 decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up).decode
 
 

@@ -49,7 +49,7 @@ OnLost = Callable[[HeadraceError], None]
 
 
 class Wire(Protocol):
-    """Sends to all ranks: a `RingWriter` if they are on this machine."""
+    """Sends messages to all ranks: a `RingWriter` if the ranks are on this machine."""
 
     abandoned: int
 
@@ -81,7 +81,7 @@ class RankProcess(Protocol):
 
 
 class MultiprocExecutor:
-    """An `engine.executor.Executor` that prepares. Made and used by one thread.
+    """An `engine.executor.Executor` of several ranks. One thread makes and uses it.
 
     Raises the error of a rank's loading, and RankLost if a rank ends while it loads.
     """
@@ -97,8 +97,8 @@ class MultiprocExecutor:
         module: str = RANK_MODULE,
         log: dict[str, Any] | None = None,
     ) -> None:
-        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's, `hidden_size` is the model's
-        or more. `module` calls the main of a rank, `log` is the configuration of its log."""
+        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's, `hidden_size` is at least the
+        model's. `module` is the main module of a rank; `log` configures its log."""
         world_size = layout.world_size
         self._layout = layout
         self._module, self._log = module, log or {}
@@ -210,7 +210,7 @@ class MultiprocExecutor:
         raise ended.error.error()
 
     def _wait_all_failed(self, rank: RankProcess, kind: str) -> None:
-        """Wait until a step that failed on one rank is over on all."""
+        """Wait until a step that failed on one rank has ended on all ranks."""
         began = {other.index: time.monotonic() - other.seconds_without_a_core for other in self._ranks}
         while behind := [other for other in self._ranks if self._ring.steps(other.index) < self._num_steps]:
             now = time.monotonic()
@@ -219,7 +219,7 @@ class MultiprocExecutor:
             self._receive(0.001)
 
     def _write(self, message: messages.Down) -> None:
-        """Send a message to all ranks. While there is no room, receive their messages, or they might stop reading."""
+        """Send a message to all ranks. While there is no room, receive their messages, so that they go on reading."""
         self._ring.write(messages.encode(message), lambda: self._receive(0.0))
 
     def _write_masks(self, number: int) -> None:
@@ -227,7 +227,7 @@ class MultiprocExecutor:
             self._write(messages.Masks.of(number, masks))
 
     def _receive(self, timeout: float | None) -> None:
-        """Process the messages that are there; wait up to `timeout` seconds for the first. Raises RankLost."""
+        """Process the ranks' messages; wait up to `timeout` seconds for the first. Raises RankLost."""
         self._check()
         for rank, message in self._messages(timeout):
             self._take(rank, message)
@@ -319,7 +319,7 @@ class MultiprocExecutor:
         return [found[index] for index in sorted(found)]
 
     def _lose(self, index: int, why: str) -> None:
-        """End all ranks, because this one has ended or does not work any more. Called by any thread."""
+        """End all ranks because rank `index` has ended or failed. Called by any thread."""
         with self._lock:
             if self._error is not None or self._is_closed:
                 return
@@ -370,7 +370,7 @@ class Shared:
 def _setup(
     model: dict[str, Any], options: WorkerOptions, layout: Layout, shared: Shared, ring: RingWriter
 ) -> messages.RankSetup:
-    """Return the first message to a rank, with its share of the machine."""
+    """Return the first message to a rank, with its share of the machine's cores and memory."""
     size, stage = layout.world_size, layout.pp_rank
     own: dict[str, Any] = {"kv_cache_memory": options.kv_cache_memory and options.kv_cache_memory // size}
     own["num_threads"] = max(1, (options.num_threads or usable_cores()) // size)
@@ -454,7 +454,7 @@ class RankChild:
         # This thread starts the process, because the kernel kills it when the thread that started it ends.
         try:
             process = start_process(
-                [sys.executable, "-m", module, str(passed[0]), f"rank={self.index}"],  # the last for ps
+                [sys.executable, "-m", module, str(passed[0]), f"rank={self.index}"],  # the last is for ps
                 {**os.environ, "HF_HUB_OFFLINE": "1"},  # the driver has fetched the files
                 pass_fds=passed,
                 death_signal=signal.SIGKILL,
@@ -477,7 +477,7 @@ def seconds_without_a_core(pid: int) -> float:
     """Return the time for which threads of a process were ready to run but had no core; 0 if the kernel does not count
     it.
 
-    All threads are added up: while one waits for a core, the main thread may be waiting for it.
+    The times of all threads are added: while one waits for a core, the main thread may be waiting for it.
     """
     nanoseconds = 0
     with suppress(OSError):  # it has ended

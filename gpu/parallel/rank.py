@@ -1,4 +1,4 @@
-"""One rank: its part of the model, and the execution of its driver's messages, in whatever way they come."""
+"""One rank: its part of the model, and the execution of its driver's messages, whatever transport delivers them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Rank:
     ) -> None:
         self._layout = layout
         self.link = link
-        self._unsampled: deque[int] = deque()  # steps that have run here, with tokens that the last stage samples
+        self._unsampled: deque[int] = deque()  # steps that ran here and wait for the last stage's tokens
         self._inbox = inbox
         self._send = send
         self._decode = messages.down_decoder(lambda: _MasksToCome(self))
@@ -60,7 +60,7 @@ class Rank:
         self._step = 0
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:
-        """Return the KV cache that all ranks can have, with the `bytes_per_block` of all of them together."""
+        """Return a KV cache that all ranks can have, with `bytes_per_block` summed over the ranks."""
         self._send(messages.CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
         agreed = self._next()
         assert isinstance(agreed, messages.CacheSize)
@@ -100,7 +100,7 @@ class Rank:
                     while self._in_flight:
                         self._finish(worker)
                     self._send(self._call(worker, name))
-                case messages.Masks():  # of a step that failed before it asked for them
+                case messages.Masks():  # the masks of a step that failed before it read them
                     pass
                 case messages.CacheSize():
                     raise ValueError("the size of the KV cache has been agreed upon")

@@ -84,7 +84,7 @@ def serve(
 
 
 def _load(setup: RankSetup, rank: Rank, send: Callable[[Up], None], join: Join) -> tuple[Worker, str, int]:
-    """Return the worker, the text on its rounded weights, and the vocabulary's size."""
+    """Return the worker, the sentence for the log about its quantization error, and the vocabulary's size."""
     from gpu.executor import load_worker
     from gpu.model_loader import use_device
     from gpu.runner.runner import WorkerOptions

@@ -49,7 +49,7 @@ class RayExecutor(MultiprocExecutor):
     """An executor with ranks that Ray places near each other, with a device or `num_threads` cores for each."""
 
     _ring: _Wire
-    _store: Any = None  # of torch.distributed
+    _store: Any = None  # torch.distributed's
 
     def __init__(
         self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: Progress, **local: Any
@@ -143,7 +143,7 @@ class _Wire:
         for name in self._names:
             try:
                 self._plans.send_multipart([name, message])
-            except zmq.ZMQError:  # it has ended, which the next ping finds, too
+            except zmq.ZMQError:  # the rank has ended, which the next ping finds, too
                 while True:
                     check()
                     self.receive(LOOK_SECONDS)
@@ -226,9 +226,9 @@ def join_cluster() -> None:
 # One rank in a Ray actor, and its messages to its driver and to the next stage.
 
 
-SILENCE_SECONDS = 10.0  # after which a rank has lost its driver or the stage before
+SILENCE_SECONDS = 10.0  # without a message: the driver or the stage before counts as lost
 MEETING_SECONDS = 60.0  # limit on waiting for the stage before to start
-PART_BYTES = 64 * 2**20  # of a longer message; ZMQ takes up to `MAX_MESSAGE_BYTES` at once
+PART_BYTES = 64 * 2**20  # longer messages are split; ZMQ takes up to `MAX_MESSAGE_BYTES` at once
 MESSAGE, STEP_DONE, END_REASON = b"message", b"step", b"reason"  # the kinds of messages from a rank
 
 
@@ -264,8 +264,8 @@ class RankActor:
         return msgspec.msgpack.encode(Meeting(segment, store, links))
 
     def run(self, message: bytes, *meetings: bytes) -> NoReturn:
-        """Run the rank until its process ends. The last of the `Meeting`s is that of its stage, the one before it that
-        of the stage before."""
+        """Run the rank until its process ends. The last `Meeting` is that of its own stage, the second last that of the
+        stage before."""
         end_when_stopped()
         start = msgspec.msgpack.decode(message, type=RankStart)
         self._plans = _connected(start, start.plans)
@@ -335,7 +335,7 @@ class StageWriter:
     """The sockets to all ranks of the next stage."""
 
     def __init__(self, sockets: list[Socket]) -> None:
-        """Wait for their connections now: a thread of this process admits them, and imports could delay it too long."""
+        """Wait for the readers' connections now: later imports could delay the thread here that admits them."""
         self._sockets = sockets
         for socket in sockets:
             socket.send(b"")

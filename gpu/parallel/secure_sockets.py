@@ -36,7 +36,7 @@ class CurveServer:
     """A context manager. Its sockets accept only clients that have its keys, and leaving it drops unsent messages."""
 
     def __init__(self, host: str) -> None:
-        """Take the address of this machine at which clients find it."""
+        """`host` is the address at which clients reach this machine."""
         self._host = f"[{host}]" if ":" in host else host
         self._known: set[bytes] = set()
 

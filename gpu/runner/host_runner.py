@@ -38,8 +38,8 @@ class ModelRunner:
     def __init__(
         self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS, shards: Shards | None = None
     ) -> None:
-        """Take a model, which with `links` is one stage of a pipeline: only the last one samples, and `record` gives
-        the others its tokens. With `shards` it samples together with other ranks."""
+        """Take a model, with `links` one stage of a pipeline: only the last stage samples, and `record` gives its
+        tokens to the others. With `shards`, it samples together with other ranks."""
         self.rows = RowTable(sizes)
         self.input_batch = InputBatch(self.rows, sizes)
         self._model = model
@@ -102,7 +102,7 @@ class ModelRunner:
         return output
 
     def _sample(self, hidden: NDArray[np.float32], shape: StepShape, masks: TokenMasks | None) -> SamplerOutput:
-        """Sample the tokens of the sampled positions, and compute logits of no others."""
+        """Compute logits and sample tokens for the sampled positions only."""
         starts = range(0, len(shape.samples), MAX_LOGITS_ROWS)
         parts = [self._sample_part(hidden, shape, masks, slice(start, start + MAX_LOGITS_ROWS)) for start in starts]
         if len(parts) == 1:
@@ -214,8 +214,8 @@ class InputBatch:
         )
 
     def states(self, shape: StepShape, plan: SchedulerOutput) -> StateInputs:
-        """Return the state slots of a step. Its new rows begin in it."""
-        first = len(self.token_ids)  # slot of the checkpoints, behind those of the rows
+        """Return the state slots of a step. Rows that are new since the last call begin in this step."""
+        first = len(self.token_ids)  # the first slot of checkpoints, after those of the rows
         begins = [(row, -1 if kept == NO_CHECKPOINT else first + kept) for row, kept in self._states_from.items()]
         self._states_from.clear()
         saves: dict[int, list[tuple[int, int]]] = {}

@@ -1,6 +1,6 @@
 """Log-probabilities of prompts' tokens and pooled hidden states, for both runners.
 
-Few requests ask for them; a step without any costs one look at an empty dictionary.
+Few requests want these outputs; a step without such requests costs one look at an empty dictionary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpu.sampling.columns import how_many
 
 @dataclass
 class _Prompt:
-    """One asking request, and the sum of its hidden states so far."""
+    """A request that wants prompt outputs, and the sum of its hidden states so far."""
 
     token_ids: NDArray[np.int64]  # [P]
     num_logprobs: int | None
@@ -31,7 +31,7 @@ class HiddenStates(Protocol):
     """The last hidden states of a step's T tokens, on the host or a device."""
 
     def rows(self, part: slice) -> NDArray[np.float32]:
-        """Return those of these tokens, [n, hidden]."""
+        """Return the hidden states of these tokens, [n, hidden]."""
         ...
 
     def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
@@ -40,7 +40,7 @@ class HiddenStates(Protocol):
 
 
 class PromptOutputs:
-    """The asking requests, each from the plan that brings it to the plan that removes it. Not thread-safe.
+    """The requests that want prompt outputs, from the plan that adds to the plan that removes each. Not thread-safe.
 
     Logits are computed for at most `max_logits_rows` positions at a time, because those of a whole chunk would take
     hundreds of megabytes.
@@ -60,11 +60,11 @@ class PromptOutputs:
 
     @property
     def is_asked(self) -> bool:
-        """True if any request asks."""
+        """True if any request wants prompt outputs."""
         return bool(self._asking)
 
     def add_to(self, output: ModelRunnerOutput, plan: SchedulerOutput, shape: StepShape, hidden: HiddenStates) -> None:
-        """Add the step's results for asking requests to its `output`."""
+        """Add the step's prompt outputs to its `output`."""
         if not self._asking:
             return
         for place, index in enumerate(shape.order.tolist()):
@@ -74,7 +74,7 @@ class PromptOutputs:
             end = int(shape.seq_lens[place])
             start = end - int(shape.query_lens[place])
             if start >= len(prompt.token_ids):
-                continue  # it generates
+                continue  # its prompt is complete
             first = int(shape.query_start_loc[place])
             if prompt.num_logprobs is not None:
                 output.prompt_logprobs[index] = self._logprobs(prompt, hidden, first, start, end)
@@ -84,8 +84,8 @@ class PromptOutputs:
                     output.embeddings[index] = _pooled(prompt)
 
     def _logprobs(self, prompt: _Prompt, hidden: HiddenStates, first: int, start: int, end: int) -> list[TokenLogprobs]:
-        """Return entries for positions `start` + 1 on, because a hidden state gives the probability of the next token.
-        The prompt's tokens `start` to `end` are the step's from `first` on."""
+        """Return log-probabilities for positions `start` + 1 on, because a hidden state gives the probability of the
+        next token. The prompt's tokens `start` to `end` are the step's tokens from `first` on."""
         targets = prompt.token_ids[start + 1 : end + 1]
         entries: list[TokenLogprobs] = []
         for begin in range(0, len(targets), self._max_logits_rows):

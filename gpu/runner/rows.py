@@ -1,6 +1,6 @@
 """The row table: the state of every request between a runner's steps, and the shape of a step over these rows.
 
-A request has one row from the plan that brings it to the plan that removes it, so a step costs only its diffs; the rest
+A request has one row from the plan that adds it to the plan that removes it, so a step costs only its diffs; the rest
 is gathers over whole columns, never a loop over requests. The number of a row's tokens does not depend on their values,
 so the table is the same for a runner that waits for tokens and one that does not. The tokens themselves and the block
 tables are in the runner's `RowStore`. Only the runner's thread uses the table.
@@ -35,8 +35,8 @@ class BatchSizes(NamedTuple):
     max_num_seqs: int
     max_model_len: int  # tokens of the longest context
     block_size: int
-    num_groups: int = 1  # of layers, each with a block table (`engine.plan`)
-    has_states: bool = False  # of requests, in some layers
+    num_groups: int = 1  # groups of layers, each with a block table (`engine.plan`)
+    has_states: bool = False  # some layers have a state for each request
 
     @property
     def row_len(self) -> int:
@@ -66,7 +66,7 @@ class StepShape:
     num_decodes: int  # the number of requests with exactly one token
     samples: NDArray[np.int64]  # [S], indices into the requests, ascending: each once per sampled position
     logits_indices: NDArray[np.int64]  # [S], the sampled positions among the T tokens
-    positions: NDArray[np.int64]  # [S], of the tokens to be sampled, counted from the start of their prompts
+    positions: NDArray[np.int64]  # [S], positions of the tokens to sample, from the start of their prompts
 
     @property
     def sampling_rows(self) -> NDArray[np.int64]:
@@ -108,7 +108,7 @@ class RowStore(Protocol):
     """The tokens and block tables of the rows, in the runner's memory."""
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Store a new request's tokens. Its columns are filled; its blocks follow."""
+        """Store a new request's tokens. Its columns are already filled; its blocks come by `append_blocks`."""
         ...
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
@@ -119,7 +119,7 @@ class RowStore(Protocol):
 
 
 class RowTable:
-    """The columns of all requests, by rows that do not move. Not thread-safe."""
+    """The columns of all requests. A request's row never moves. Not thread-safe."""
 
     def __init__(self, sizes: BatchSizes) -> None:
         self.columns = make_columns(COLUMNS, sizes.max_num_seqs)

@@ -24,16 +24,16 @@ class WorkerOptions:
     """The operator's choices of how a model is run."""
 
     dtype: str = "auto"  # "float32", "bfloat16", "float16", or "auto": see `gpu.model_loader.load_model`
-    quantization: str = "none"  # or "int8", "int4": of weights that come in 16 or 32 bits
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one
+    quantization: str = "none"  # or "int8", "int4": weights of 16 or 32 bits are rounded
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA if there is a device
     num_threads: int | None = None  # on a CPU; None: one for each core that this process may use
     max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: chosen from free memory
-    kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
-    state_checkpoint_share: float = 0.2  # of the KV cache's memory
+    kv_cache_share: float = 1.0  # of that choice, on a CPU with several engines
+    state_checkpoint_share: float = 0.2  # of the KV cache's memory, for checkpoints of states
     kv_cache_dir: Path | None = None  # the folder of keys and values that outlive the process
     kv_cache_dir_size: int = 0  # bytes
     kv_cache_ram: int = 0  # bytes of the host's memory for blocks that are evicted from the device
@@ -74,8 +74,8 @@ class StateInputs(NamedTuple):
     """The state slots of a step (`engine.scheduler.checkpoints`): those of the rows, then those of checkpoints."""
 
     rows: NDArray[np.int64]  # [B]
-    begins: list[tuple[int, int]]  # rows that begin with a copy of this slot, or with zeros: -1
-    saves: dict[int, list[tuple[int, int]]]  # by request: after so many of its tokens, a copy to this slot
+    begins: list[tuple[int, int]]  # (row, slot): the row begins as a copy of the slot, or with zeros if -1
+    saves: dict[int, list[tuple[int, int]]]  # by request: (n, slot), copy the state after n of its tokens
 
 
 class ModelInputs(NamedTuple):
@@ -94,7 +94,7 @@ class ModelInputs(NamedTuple):
     num_prompt_tokens: NDArray[np.int32]  # [B], the length of a request's prompt
     # [T, hidden], the residual stream of the stage before, which may be overwritten; None on the first stage.
     hidden: NDArray[np.float32] | None = None
-    states: StateInputs | None = None  # of a model that has them
+    states: StateInputs | None = None  # None in a model without states
 
 
 class LanguageModel(Protocol):

@@ -89,11 +89,11 @@ BIAS = (
 )
 
 
-EVERY = 2**31 - 1  # a number of log-probabilities: those of the whole vocabulary, of which few may be picked
+EVERY = 2**31 - 1  # a number of log-probabilities: all of the vocabulary's, of which few may be returned
 
 
 def how_many(asked: int | None) -> int:
-    """Return a requested number of log-probabilities as a column holds it; -1 is none."""
+    """Return a requested number of log-probabilities as a column's value; -1 means none."""
     return -1 if asked is None else EVERY if asked == ALL_LOGPROBS else asked
 
 

@@ -28,7 +28,7 @@ def draw(logits: NDArray[np.float32], *parameters: NDArray[Any]) -> tuple[NDArra
 
 
 class Shards:
-    """The tokens of one rank: `sizes[rank]` of them, after those of the ranks before it."""
+    """Sampling on one rank, which has `sizes[rank]` of the vocabulary's tokens, after those of lower ranks."""
 
     def __init__(
         self, rank: int, sizes: Sequence[int], gather: Gather, own_logits: Callable[[Any], NDArray[np.float32]]
@@ -110,7 +110,7 @@ def cutoffs(
     *,
     unseen: NDArray[np.float64] | float = 0.0,
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return the lowest probability that each row keeps, [S], and where it is known for certain, bool [S].
+    """Return the lowest probability that each row keeps, [S], and bool [S], True where that is certain.
 
     `probs` is [S, n]: the whole vocabulary, rows summing to 1, or the most probable tokens, where no other is more
     probable than `unseen` [S]. `top_k` (0 is off), `top_p` (1 is off) and `min_p` (0 is off) are [S]. The order is

@@ -87,7 +87,7 @@ class Penalized:
         self._seen: dict[int, SeenTokens] = {}
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Keep a request's tokens after its columns are filled. A resumed request has those generated earlier, too."""
+        """Keep a request's tokens after its columns are filled; of a resumed request, those generated earlier, too."""
         if self._is_penalized[row]:
             self._seen[row] = SeenTokens(np.array(request.token_ids, dtype=np.int32), request.num_prompt_tokens)
 
@@ -100,7 +100,7 @@ class Penalized:
             self._seen[int(rows[i])].append(int(token_ids[i]))
 
     def select(self, rows: NDArray[np.int64]) -> Penalties | None:
-        """Return penalties for logits of which row i uses the parameters of `rows[i]`; None if none is penalized."""
+        """Return the penalties of logits with the parameters of these rows; None if no row is penalized."""
         indices = np.flatnonzero(self._is_penalized[rows])
         if len(indices) == 0:
             return None
@@ -147,7 +147,7 @@ class SparseBias(Entries):
 
 
 class Biases:
-    """The logit_bias and the postponed stop tokens of the rows that its `columns` mark; the row table keeps one."""
+    """The logit_bias and the postponed stop tokens of the rows that its `columns` mark. A row table has one."""
 
     def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
         self._is_biased, self._may_stop_at = (columns[column.name] for column in BIAS)
@@ -166,8 +166,7 @@ class Biases:
         self._stop_token_ids.pop(row, None)
 
     def select(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> SparseBias | None:
-        """Return the bias of logits sampled with the parameters of these rows, for tokens at these positions: [S]
-        both."""
+        """Return the bias of logits with the parameters of these rows, for tokens at these positions; both are [S]."""
         parts = [(i, *self._bias[int(rows[i])]) for i in np.flatnonzero(self._is_biased[rows]).tolist()]
         for i in np.flatnonzero(positions < self._may_stop_at[rows]).tolist():
             stops = self._stop_token_ids[int(rows[i])]
@@ -202,7 +201,7 @@ class LogitsMask:
 
 
 def logits_mask(masks: TokenMasks, plan_indices: NDArray[np.int64]) -> LogitsMask | None:
-    """Return the masks of some logits, given each row's request as its index in the plan; None if no row has one."""
+    """Return the masks of some logits, given the plan index of each row's request; None if no row has a mask."""
     rows = np.flatnonzero(np.isin(plan_indices, masks.indices))
     if len(rows) == 0:
         return None
@@ -210,7 +209,7 @@ def logits_mask(masks: TokenMasks, plan_indices: NDArray[np.int64]) -> LogitsMas
 
 
 def apply_mask(logits: NDArray[np.float32], mask: LogitsMask) -> None:
-    """Set the logits ([S, vocab]) of tokens that are not allowed to -inf, in place, as those of tokens beyond the bits.
+    """Set the logits ([S, vocab]) of forbidden tokens, and of tokens beyond the mask's bits, to -inf in place.
 
     Eight tokens are looked up at a time and added: 12 µs for a row of 49,152, where a boolean fill takes up to 200.
     """

@@ -117,7 +117,7 @@ def _drawn(
 
 
 class NamedTokens:
-    """The tokens that requests name to get their log-probabilities, by row. The row table keeps one."""
+    """The tokens for which requests want log-probabilities, by row. A row table has one `NamedTokens`."""
 
     def __init__(self) -> None:
         self._token_ids: dict[int, NDArray[np.int64]] = {}
@@ -130,7 +130,7 @@ class NamedTokens:
         self._token_ids.pop(row, None)
 
     def answer(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
-        """Return an entry in the form for this row's request: with `every`, the named tokens, then the sampled one."""
+        """Return an entry as the row's request wants it: with `every`, the named tokens, then the sampled one."""
         token_ids = self._token_ids.get(row)
         if token_ids is None or entry.every is None:
             return entry
@@ -191,8 +191,8 @@ class SamplingMetadata:
 
     columns: Mapping[str, NDArray[Any]]  # `gpu.sampling.columns.SAMPLING_COLUMNS` and maybe more, not to be written to
     rows: NDArray[np.int64]  # [S]
-    positions: NDArray[np.int64]  # [S], of the tokens to be sampled, counted from the start of their prompts
-    mask: LogitsMask | None = None  # of the requests' grammars
+    positions: NDArray[np.int64]  # [S], positions of the tokens to sample, from the start of their prompts
+    mask: LogitsMask | None = None  # of grammars
     bias: SparseBias | None = None
     penalties: Penalties | None = None
 
@@ -202,7 +202,7 @@ class SamplingMetadata:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """True if a row's token is its largest logit and nothing else is asked."""
+        """True if each row only takes the token with its largest logit."""
         return (
             self.mask is None
             and self.bias is None
@@ -212,7 +212,7 @@ class SamplingMetadata:
         )
 
     def of_tokens(self, first: int, last: int) -> SamplingMetadata:
-        """Return the same for logits of tokens `first` to `last` alone; `first` is a multiple of 8."""
+        """Return the metadata for logits of only the tokens `first` to `last`; `first` is a multiple of 8."""
         mask, bias, penalties = self.mask, self.bias, self.penalties
         if mask is not None:
             mask = replace(mask, bits=mask.bits.view(np.uint8)[:, first // 8 : -(-last // 8)])
@@ -223,6 +223,6 @@ class SamplingMetadata:
         return replace(self, mask=mask, bias=bias, penalties=penalties)
 
     def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
-        """Return what the draw itself needs, for some of the rows: no mask, bias or penalties."""
+        """Return the metadata for drawing in some of the rows: without mask, bias and penalties."""
         rows, positions = self.rows[indices], self.positions[indices]
         return replace(self, rows=rows, positions=positions, mask=None, bias=None, penalties=None)

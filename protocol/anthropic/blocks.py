@@ -1,7 +1,7 @@
 """The turns of a conversation, their content blocks, and their translation into chat messages.
 
-One turn of Anthropic's may be several of chat's, where results of tools are messages of their own. Consecutive turns of
-one role are one turn. Images and files are refused by name in a user's turn, and left out of a tool's result.
+One Anthropic turn may be several chat messages, since chat has a message for each tool result. Consecutive turns of one
+role are one turn. Images and files are an error in a user's turn; in tool results, the model sees a note.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pydantic import WithJsonSchema
 from protocol.body import ClientModel, OneOf, at_most, fail_fast, json_text, type_of, with_type
 from protocol.tools.unsupported import MAX_NAMED, UnsupportedEntry, UnsupportedPart
 
-MAX_BLOCKS = 4096  # of one turn
+MAX_BLOCKS = 4096  # blocks of one turn
 MAX_BLOCKS_IN_ALL = 16384
 
-# Claude Code begins its system prompt with this line for the provider's accounting. It differs from request to request,
-# and would spoil the prefix cache for everything after it.
+# Claude Code begins its system prompt with this line for the provider's accounting. The line differs in every request,
+# so nothing after it could hit the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -56,7 +56,7 @@ Text = Annotated[str | _TextBlocks, _string_or_list]
 
 
 class ToolReferenceBlock(ClientModel):
-    """A tool that the client's own search has found. The model knows it: every request offers all tools."""
+    """A tool that the client's own search found. The model knows the tool already: every request offers all tools."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -149,7 +149,7 @@ class ToolResultBlock(ClientModel):
     content: Annotated[str | _Results, _string_or_list] = ""
 
 
-# Remains of calls of tools that Anthropic runs, and of its other services.
+# Blocks that come from tools that Anthropic runs, and from its other services.
 _UNSUPPORTED = (
     *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction"),
     *("container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "server_tool_use"),
@@ -159,7 +159,7 @@ _UNSUPPORTED = (
 
 
 def _is_unsupported(kind: str) -> bool:
-    return kind in _UNSUPPORTED or kind.endswith(("_tool_use", "_tool_result"))  # there will be more of them
+    return kind in _UNSUPPORTED or kind.endswith(("_tool_use", "_tool_result"))  # future types, too
 
 
 _Block = Annotated[
@@ -192,7 +192,7 @@ class Turn(ClientModel):
 
 
 def misplaced_block(turns: Sequence[Turn]) -> tuple[str, str] | None:
-    """Return the path of the first block that its turn's role cannot have, and the complaint."""
+    """Return the path of the first block that its turn's role cannot have, and the error message."""
     for number, turn in enumerate(turns):
         for place, block in enumerate(turn.blocks()):
             if (role := _ONLY_IN.get(block.type, turn.role)) != turn.role:
@@ -251,7 +251,7 @@ def _add_user(messages: list[dict[str, Any]], turn: Turn) -> None:
 
 def _add_assistant(messages: list[dict[str, Any]], turn: Turn) -> None:
     if isinstance(turn.content, list) and all(isinstance(block, UnsupportedEntry) for block in turn.content):
-        return  # an empty turn would be one that the client has begun
+        return  # an empty message would look like an answer that the client has begun
     message = _message_of(messages, "assistant")
     for block in turn.blocks():
         match block:

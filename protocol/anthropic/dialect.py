@@ -37,7 +37,7 @@ def model_info(name: str, *, created: int, max_model_len: int) -> dict[str, Any]
 
 
 def model_page(infos: Sequence[dict[str, Any]], query: Mapping[str, Sequence[str]]) -> bytes:
-    """Return a page of models: `limit` of them after `after_id` or before `before_id`, with this `lifecycle`.
+    """Return a page of models: `limit` of them after `after_id` or before `before_id`, only of the named `lifecycle`.
 
     Raises `ApiError` 400 for a wrong query.
     """

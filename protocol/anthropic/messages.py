@@ -22,8 +22,8 @@ from protocol.tools.unsupported import IgnoredParts, UnsupportedEntry, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 # ---------------------------------------------------------------------------------------------------------------- tools
-# The client's own tools, and those that it runs in a form which Anthropic has fixed. Anthropic's models know the
-# latter; others are shown functions of the same names and inputs, so all calls come back as `tool_use`.
+# Tools that the client runs: its own, and tools with a form that Anthropic has fixed. Anthropic's models know the
+# latter; other models are shown functions of the same names and inputs. All calls come back as `tool_use`.
 
 
 class Tool(ClientModel):
@@ -92,7 +92,7 @@ class MessagesChat(TranslatedChat):
         return {"enable_thinking": self.thinks} | super().template_variables()
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
-        """Word the error of a long prompt as Anthropic does, because agents then compact the conversation."""
+        """Return the error of a too long prompt in Anthropic's words: agents then compact the conversation."""
         if isinstance(error, PromptTooLong):
             maximum = min(error.max_model_len, error.num_tokens - 1)  # a prompt that fills the context is refused, too
             message = f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum"

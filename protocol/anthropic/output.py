@@ -1,8 +1,8 @@
 """Answers of POST /v1/messages: one message, or its events.
 
 A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers read the same parts
-(`protocol.syntax.message_parts`), so a streamed and a whole answer are the same message. The exception is a call that
-is cut off: a stream has announced it, a whole message has it as text.
+(`protocol.syntax.message_parts`), so a streamed and a whole answer are the same message. The exception is an incomplete
+call: a stream has already announced it, a whole message shows it as text.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class MessageStreamWriter:
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
         self._last: RequestOutput | None = None
-        self._blocks = 0  # that have begun
-        self._open: type[message_parts.MessagePart] | None = None  # the parts that the open block takes
+        self._blocks = 0  # blocks that have begun
+        self._open: type[message_parts.MessagePart] | None = None  # the kind of parts in the open block
         self._signature = hashlib.blake2b()
 
     def feed_output(self, output: RequestOutput) -> bytes:
@@ -164,8 +164,7 @@ def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) ->
 
 
 def _stop(output: RequestOutput, parser: message_parts.MessageParser, max_tokens: int) -> dict[str, Any]:
-    """Return the reason for the message's end. An abort by the operator and an end within a call become
-    `max_tokens`."""
+    """Return the message's stop reason. An abort by the operator and an end within a call become `max_tokens`."""
     if output.finish_reason is FinishReason.LENGTH and output.num_output_tokens != max_tokens:
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if output.finish_reason is not FinishReason.STOP or parser.cut_calls:
@@ -180,7 +179,7 @@ def _stop(output: RequestOutput, parser: message_parts.MessageParser, max_tokens
 def _usage(
     output: RequestOutput, parser: message_parts.MessageParser, *, output_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the token counts. `input_tokens` are those that no cache had: the three inputs add up to the prompt."""
+    """Return the token counts. `input_tokens` are those not found in a cache: the three inputs sum to the prompt."""
     thinking = parser.num_reasoning_tokens
     return {
         "input_tokens": output.num_prompt_tokens - output.num_cached_tokens,

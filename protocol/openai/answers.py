@@ -173,8 +173,8 @@ class EmbeddingList(Answer, kw_only=True):
 class ModelCard(Answer, kw_only=True):
     """One model. `root` is the name of its weights, `max_model_len` counts tokens.
 
-    `default_parameters`, as in OpenRouter's cards, are for requests that leave their sampling open; `chat_parameters`
-    are what a client adds where a person talks to the model.
+    `default_parameters`, as in OpenRouter's cards, are for requests that set no sampling; a client adds
+    `chat_parameters` if a person talks to the model.
     """
 
     id: str

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the request, its messages, and the form of its answers.
 
-Content parts are text; other types are refused by name, or left out of a tool's result. Parts are joined with a line
-break, as in vLLM, unless the chat template reads parts.
+Content parts are text; another type is an error that names it, or in a tool's result becomes a note. Parts are joined
+with a line break, as in vLLM, unless the chat template reads parts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from protocol.tools.unsupported import IgnoredParts, UnsupportedPart, types_of
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 MAX_MESSAGES = 16384
-MAX_PARTS = 1024  # of one message
+MAX_PARTS = 1024  # parts of one message
 MAX_PARTS_IN_ALL = 16384  # calls included
 MAX_TEMPLATE_KWARGS = 4096  # bytes of JSON
 MAX_DOCUMENTS = 1024
-MAX_DOCUMENT_BYTES = 2**18  # of JSON, all documents together
+MAX_DOCUMENT_BYTES = 2**18  # bytes of JSON, all documents together
 
 
 class TextPart(ClientModel):
@@ -78,7 +78,7 @@ class ChatMessage(ClientModel):
     @field_validator("content")
     @classmethod
     def _content_is_there(cls, content: str | list[Part] | None, info: ValidationInfo) -> Any:
-        # A role that failed its own check is not in info.data: one complaint is enough.
+        # A role that failed its own check is not in info.data: one error is enough.
         role = info.data.get("role", "tool")
         if content is None and role not in ("assistant", "function", "tool"):
             raise PydanticCustomError("rule", "is required: a string or an array of text parts")
@@ -195,7 +195,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     parallel_tool_calls: bool = True
     functions: openai_tools.Functions | None = None  # tools in their old form
     function_call: openai_tools.FunctionCall | None = None
-    web_search_options: dict[str, Any] | None = None  # left out, as tools that search
+    web_search_options: dict[str, Any] | None = None  # without effect, like search tools
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -212,7 +212,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         openai_tools.check_tool_choice(*self._tools, self._tool_fields)
         if self.tool_use is not None and self.tool_use.choice == "required":
             openai_tools.check_demanded_grammars(self.tool_use, self._tool_fields)
-        # A response format applies to an answer in words, which a demanded call replaces; other grammars to all text.
+        # A response format applies to an answer in words, which a demanded call replaces; other grammars to any text.
         grammars = self.grammars_asked_for.keys() - {"response_format"}
         if grammars and self.tool_use is not None and self.tool_use.choice == "required":
             name = min(grammars)
@@ -260,15 +260,15 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
 
     @property
     def _tools(self) -> tuple[Sequence[openai_tools.AnyTool], openai_tools.Choice | None]:
-        """Tools and choice, which may have come as functions."""
+        """The tools and the choice; `functions` are turned into tools."""
         if self.functions is None:
             return self.tools, self.tool_choice
         return openai_tools.tools_of(self.functions, self.function_call)
 
     def with_syntax(self, sampling: SamplingParams, syntax: ModelSyntax, prompt_end: bytes) -> SamplingParams:
-        """Make a demanded call a grammar, and let the text have tags that are special tokens.
+        """Return `sampling` with the grammar of a demanded call, and with special tokens that are tags in the text.
 
-        Stop strings do not apply to a demanded call, because they would cut its arguments off.
+        Stop strings do not apply to a demanded call, because they would truncate its arguments.
         """
         is_required = self.tool_use is not None and self.tool_use.choice == "required"
         return structs.replace(

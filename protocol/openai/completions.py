@@ -54,7 +54,7 @@ Prompts = Sequence[str | list[int]]
 
 
 def prompt_list(prompt: Prompt, param: str) -> Prompts:
-    """Return the prompts of a field for one or several. Raises `InvalidRequest` for none or an empty one."""
+    """Return the prompts of a field that takes one or several. Raises `InvalidRequest` for none or an empty one."""
     one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     prompts = cast("Prompts", [prompt] if one else prompt)
     if not prompts or not all(prompts):
@@ -104,7 +104,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def fill_in(self, defaults: Mapping[str, float | None]) -> None:
-        super().fill_in({name: value for name, value in defaults.items() if name != "max_tokens"})  # it is 16 here
+        super().fill_in({name: value for name, value in defaults.items() if name != "max_tokens"})  # here 16
 
     def prompts(self, vocab_size: int) -> Prompts:
         prompts = prompt_list(self.prompt, "prompt")

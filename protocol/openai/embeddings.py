@@ -1,6 +1,6 @@
 """POST /v1/embeddings: vectors of inputs, from the hidden states of the served model.
 
-The engine pools. Here vectors are cut to the requested dimensions, brought to length 1, and written.
+The engine pools. This module truncates vectors to the requested dimensions, normalizes and writes them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EmbeddingRequest(EngineRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
-    pooling: Literal["mean", "last"] | None = None  # None: as the server is set
+    pooling: Literal["mean", "last"] | None = None  # None: the server's setting
     prompt_name: str | None = None  # one of the prompts in the model's files
     normalize: bool = True
     add_special_tokens: bool = True
@@ -118,14 +118,14 @@ class EmbeddingRequest(EngineRequest):
         return [prompt + each if isinstance(each, str) else each for each in inputs] if prompt else inputs
 
     def check_dimensions(self, available: int) -> None:
-        """Raise `InvalidRequest` if the model's vectors are shorter than what is asked for."""
+        """Raise `InvalidRequest` if the model's vectors are shorter than `dimensions`."""
         if self.dimensions is not None and self.dimensions > available:
             raise InvalidRequest(
                 f"dimensions must be in [1, {available}] for this model, got {self.dimensions}.", param="dimensions"
             )
 
     def to_prefill(self) -> PrefillRequest:
-        """The same request in the engine's terms."""
+        """Return the request to the engine."""
         names = PrefillRequest.model_fields.keys() & self.model_fields_set
         prefill = PrefillRequest if self.messages is None else ConversationPrefill
         return prefill(**{name: getattr(self, name) for name in names})
@@ -165,7 +165,7 @@ class EmbeddingBodyWriter:
 
 
 def finished_vector(raw: bytes, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
-    """Return a pooled hidden state, cut to `dimensions` and brought to length 1."""
+    """Return a pooled hidden state, truncated to `dimensions` and normalized to length 1."""
     import numpy as np  # here, because the server answers before it needs them
 
     vector = np.ascontiguousarray(np.frombuffer(raw, np.float32)[:dimensions])

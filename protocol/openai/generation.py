@@ -31,7 +31,7 @@ from protocol.syntax.message_parts import MessageFormat, TokenBytes
 from protocol.syntax.model_syntax import ModelSyntax
 
 NO_LIMIT = -1  # as max_tokens
-MAX_LOGPROBS_IN_ALL = 2**21  # of one response; about 200 MB while it is made
+MAX_LOGPROBS_IN_ALL = 2**21  # per response; about 200 MB while it is made
 
 StopStrings = Annotated[
     str | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries")], OneOf("a string or an array of strings")
@@ -180,7 +180,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return False
 
     def prompt_parts(self, prompts: Sequence[list[int]], decode: Callable[[list[int]], str]) -> PromptParts | None:
-        """Return what the answer repeats of these prompts, None for nothing. `decode` turns token ids into text."""
+        """Return the parts of these prompts that the answer repeats, if any. `decode` turns token ids into text."""
         if not self.echo and not self.return_token_ids and self.prompt_logprobs is None:
             return None
         return PromptParts(
@@ -242,7 +242,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 
     @property
     def may_generate_nothing(self) -> bool:
-        """True if an answer without a generated token has a use."""
+        """True if an answer without generated tokens is useful."""
         return False
 
     def _echo_logprobs(self) -> int | None:
@@ -264,7 +264,7 @@ class WireFormat:
 
     `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the finish
     reason, which has no text; `chunk_text` and `full_text` put text in a chunk and in a `choice` of a `whole` response.
-    `prompt_in_choice` is true if what is repeated of a prompt belongs to each choice instead of the whole.
+    `prompt_in_choice` is true if repeated parts of a prompt belong to each choice, not to the response.
     """
 
     chunk_object: str

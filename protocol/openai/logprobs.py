@@ -69,7 +69,7 @@ class CompletionLogprobs:
         self._hidden_ids = hidden_ids
         self._num_echoed = num_echoed
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0  # without the one that is unfinished
+        self._num_characters = 0  # without an unfinished character
 
     def __call__(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         offsets: list[int] = []
@@ -100,7 +100,7 @@ class CompletionLogprobs:
 
 
 def token_name(token_id: int) -> str:
-    """Return a token's id as its text, for clients that ask for it: no two are spelled alike."""
+    """Return the text by which a token's id replaces its spelling, for clients that ask for unique tokens."""
     return f"token_id:{token_id}"
 
 
@@ -110,7 +110,7 @@ def finite(logprob: float) -> float:
 
 
 def spelled(raw: bytes) -> str:
-    """Return a token as text; where it is not whole characters, its bytes."""
+    """Return a token as text, or as its bytes if they are not whole characters."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -118,7 +118,7 @@ def spelled(raw: bytes) -> str:
 
 
 def most_likely(position: TokenLogprobs) -> list[tuple[int, float]]:
-    """Return all requested tokens: `top`, or, in milliseconds and megabytes, `every` in order."""
+    """Return the requested tokens, most likely first: `top`, or all of `every` (takes milliseconds and megabytes)."""
     if position.every is None:
         return position.top
     import numpy as np  # here, because the server answers before it needs them
@@ -202,7 +202,7 @@ PIECE = 256  # positions
 
 
 def pieces(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
-    """Yield pieces of `entries`: single ones if they are of the whole vocabulary."""
+    """Yield `entries` in pieces; one entry at a time if each has the whole vocabulary."""
     piece = PIECE if not entries or entries[-1].every is None else 1
     for begin in range(0, len(entries), piece):
         yield entries[begin : begin + piece]
@@ -214,7 +214,7 @@ def joined(lists: Iterable[Sequence[Any]]) -> msgspec.Raw:
 
 
 def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """Return what `write` makes of the entries: objects of pieces, with their lists joined."""
+    """Write the entries with `write`, a piece at a time, and return one object with the pieces' lists joined."""
     if len(entries) <= PIECE and not (entries and entries[-1].every is not None):
         return write(entries)
     whole: dict[str, Any] = {}

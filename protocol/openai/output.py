@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
-"""The API's words for ends that are answers. `abort`, by the operator, is vLLM's."""
+"""The API's finish reasons of answers. `abort`, by the operator, is vLLM's."""
 
 
 _NOTHING: Mapping[str, Any] = {}
@@ -93,7 +93,7 @@ class _ChoicesWriter:
         return None if self._answer.message_format.is_plain else self._answer.parser()
 
     def _of_prompt(self, index: int, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
-        """Return what the client asked to repeat of a choice's prompt. `entries` are of its tokens after the first."""
+        """Return the parts of a choice's prompt to repeat in the answer. `entries` begin with the second token."""
         parts = self._parts
         found: dict[str, Any] = {}
         if self._has_token_ids:
@@ -106,7 +106,7 @@ class _ChoicesWriter:
     def _finish_reason(self, reason: FinishReason, parser: message_parts.MessageParser | None) -> str:
         """Return the `finish_reason` of a choice: that of calls, unless the client named the call.
 
-        It is `length` if a call is cut off, because clients run the calls of other choices.
+        It is `length` if a call is incomplete, because clients run the calls of other choices.
         """
         if reason is FinishReason.STOP and parser and parser.num_tool_calls:
             if parser.cut_calls:
@@ -302,7 +302,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
 
 
 class _StreamedChoice(NamedTuple):
-    prefix: bytes  # of a frame with only a text: the part before its JSON
+    prefix: bytes  # the part of a text frame before the text
     suffix: bytes
     write_logprobs: LogprobsWriter
     parser: message_parts.MessageParser | None  # None: the text is content

@@ -25,7 +25,7 @@ from protocol.syntax import grammars
 MAX_CHOICES = 4096
 MAX_TAGS = 128
 
-# In llguidance's refusals of valid schemas with keywords that it lacks.
+# Words of llguidance's errors about valid schemas with unsupported keywords.
 BEYOND_GRAMMARS = re.compile("Unimplemented|not supported|only supported|Unknown format|disjoint|registry")
 LEAVES_OUT = "keywords that no grammar enforces are left out, and the header x-headrace-warning names them."
 _OF_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.STRUCTURAL_TAG)
@@ -65,7 +65,7 @@ class TextFormat(ClientModel):
 
 
 class JsonObjectFormat(ClientModel):
-    """Any JSON object, or, as llama.cpp has it, one that fits a schema."""
+    """Any JSON object, or, as in llama.cpp, one that fits a schema."""
 
     type: Literal["json_object"]
     schema_: Schema | None = Field(default=None, alias="schema")
@@ -87,7 +87,7 @@ class Structure(ClientModel):
 class StructuralTagFormat(ClientModel):
     """Free text in which every trigger is followed by one of the structures that begin with it."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"format": ()}  # the successor that xgrammar has
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"format": ()}  # xgrammar's newer form
 
     type: Literal["structural_tag"]
     structures: Annotated[list[Structure], fail_fast, at_most(MAX_TAGS, "structures"), Field(min_length=1)]
@@ -103,7 +103,7 @@ class StructuralTagFormat(ClientModel):
         return self
 
     def grammar(self) -> StructuredOutput:
-        """Return the grammar that this describes."""
+        """Return the grammar of this format."""
         tags = [grammars.Tag(entry.begin, entry.schema_, entry.end) for entry in self.structures]
         return grammars.tagged_json(tags, triggers=self.triggers)
 
@@ -207,7 +207,7 @@ class StructuredOutputFields(RequestBody):
         return "response_format", None
 
     def advice_on(self, refusal: str) -> str:
-        """Return advice about a schema that cannot be enforced whole, but has to be."""
+        """Return advice about a strict schema that cannot be fully enforced."""
         name, grammar = self.structured_output()
         if grammar is None or grammar.lenient or grammar.kind not in _OF_SCHEMAS or not BEYOND_GRAMMARS.search(refusal):
             return ""

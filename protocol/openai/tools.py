@@ -1,6 +1,6 @@
 """OpenAI's tools: definitions and choice of a request, and the calls of earlier turns.
 
-Tools are functions and custom tools; those that OpenAI runs itself are left out of what the model sees.
+Tools are functions and custom tools; the model is not shown tools that OpenAI runs itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from protocol.openai.structured import TextFormat
 from protocol.tools.kinds import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
 from protocol.tools.unsupported import UnsupportedEntry, types_of
 
-MAX_TOOL_CALLS = 128  # of one message
-MAX_PARAMETERS = 64 * 1024  # bytes of JSON, of one function
+MAX_TOOL_CALLS = 128  # calls of one message
+MAX_PARAMETERS = 64 * 1024  # bytes of JSON of one function
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
@@ -197,7 +197,7 @@ FunctionCall = Annotated[Literal["none", "auto"] | ToolName, OneOf('none, auto o
 def tools_of(
     functions: Sequence[FunctionDefinition], call: Literal["none", "auto"] | ToolName | None
 ) -> tuple[Sequence[AnyTool], Choice | None]:
-    """Return the functions and the call of older clients as tools and choice."""
+    """Return `functions` and `function_call` of older clients as tools and tool choice."""
     tools = [ToolDefinition(type="function", function=function) for function in functions]
     return tools, NamedFunction(type="function", function=call) if isinstance(call, ToolName) else call
 
@@ -205,7 +205,7 @@ def tools_of(
 def check_tool_choice(
     tools: Sequence[AnyTool], choice: Choice | None, fields: tuple[str, str] = ("tools", "tool_choice")
 ) -> None:
-    """Raise `InvalidRequest` for tools of one name, and for the demanded call of a tool that is not offered.
+    """Raise `InvalidRequest` if two tools have one name, or if a call of a tool that is not offered is demanded.
 
     `fields` are the client's names of `tools` and `tool_choice`.
     """
@@ -252,7 +252,7 @@ def check_demanded_grammars(use: ToolUse, fields: tuple[str, str]) -> None:
 
 
 def tool_use(tools: Sequence[AnyTool], choice: Choice | None, *, parallel: bool) -> ToolUse | None:
-    """Return the checked fields independent of dialects; None if no tool may be called."""
+    """Return the checked tools and choice in the form of all dialects; None if no tool may be called."""
     served = _served(tools)
     named: str | None = None
     word: _Word = "auto"

@@ -1,7 +1,7 @@
 """Items of a conversation: messages, calls and their outputs, reasoning; and their translation into chat messages.
 
-One turn of the assistant in chat (reasoning, text, calls) is several consecutive items here. Images and files are
-refused by name in messages, and left out of a tool's result.
+One turn of the assistant in chat (reasoning, text, calls) is several consecutive items here. Images and files in
+messages are an error that names the type; in a tool's result, the model sees a text note.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ReasoningItem(ClientModel):
 
 
 class ItemReference(ClientModel):
-    """An item of an earlier response that is kept here."""
+    """A reference to an item of an earlier response that this server stores."""
 
     type: Literal["item_reference"]
     id: str
@@ -87,7 +87,7 @@ def item_id(kind: str, response_id: str, index: int) -> str:
 Item = MessageItem | CallItem | CallOutputItem | BuiltInOutputItem | ReasoningItem
 
 
-# Remains of calls of tools that OpenAI runs, and of its other services.
+# Items that come from tools that OpenAI runs, and from its other services.
 _UNSUPPORTED = (
     *("additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call"),
     *("computer_call_output", "configuration_update", "file_search_call", "image_generation_call", "mcp_call"),
@@ -97,7 +97,7 @@ _UNSUPPORTED = (
 
 
 def _is_unsupported(kind: str) -> bool:
-    return kind in _UNSUPPORTED or kind.endswith(("_call", "_call_output"))  # there will be more of them
+    return kind in _UNSUPPORTED or kind.endswith(("_call", "_call_output"))  # future types, too
 
 
 _Item = Annotated[
@@ -110,7 +110,7 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(list[_Item], config=ConfigDict(de
 
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
-    """Return the items that `listed` wrote, or those of a response's output."""
+    """Parse the items that `listed` wrote, or those of a response's output."""
     return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | UnsupportedEntry)]
 
 

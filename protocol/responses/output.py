@@ -1,7 +1,7 @@
 """The response object and its events.
 
-One writer serves streams and whole answers: it grows the response item by item from the parts of the message
-(`protocol.syntax.message_parts`) and makes the events on the way. So all of them have the same items.
+One writer serves streams and whole answers: it builds the response item by item from the parts of the message
+(`protocol.syntax.message_parts`) and makes the events on the way. So a stream and a whole answer have the same items.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _TEXT_DELTA = (
 )
 
 CANCELLED = "response_cancelled"
-"""The code of the error that ends a request when another one cancels it."""
+"""The code of the error that ends a request when a cancel request stops it."""
 
 Done = Callable[[dict[str, Any]], None]
-"""Gets the ended response before its client does."""
+"""A callback that gets the ended response before the client does."""
 
 
 _FUNCTION = CallForm(KINDS["function"], "")
@@ -40,13 +40,13 @@ _FUNCTION = CallForm(KINDS["function"], "")
 
 @dataclass(slots=True)
 class _OpenItem:
-    kind: type[message_parts.MessagePart]  # the parts that it takes
+    kind: type[message_parts.MessagePart]  # the kind of parts in it
     id: str
     index: int
     number: int | None = None  # the index of a call among the calls
-    call_id: str = ""  # of a call
+    call_id: str = ""  # only of a call
     form: CallForm = _FUNCTION
-    phase: str | None = None  # of a message
+    phase: str | None = None  # only of a message
     text: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)  # JSON of one or more entries: see `protocol.openai.logprobs`
 
@@ -87,7 +87,7 @@ class ResponseStreamWriter:
         self._last: RequestOutput | None = None
         self._events = 0
         self._is_queued = False
-        self._logprobs: list[Any] = []  # of tokens without text so far
+        self._logprobs: list[Any] = []  # entries of tokens without text so far
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
     def read_with(self, parser: message_parts.MessageParser) -> Self:
@@ -134,7 +134,7 @@ class ResponseStreamWriter:
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:
         """Return the response object as it is now, with every key. Threads may call it at any time."""
-        item = self._open  # before the others, which it joins before it is closed
+        item = self._open  # read before `_output`, because it joins that before it is closed
         output = list(self._output)
         if item is not None and item.index == len(output):
             output.append(item.as_item("in_progress"))
@@ -183,7 +183,7 @@ class ResponseStreamWriter:
                 phase = "commentary" if is_preamble else None
                 frames = self._begin_unless_open(message_parts.ContentDelta, "msg", phase)
                 if frames and self._output and self._output[-1].get("phase"):
-                    text = text.removeprefix("\n\n")  # which separates the messages of an answer in other dialects
+                    text = text.removeprefix("\n\n")  # the separator of an answer's messages in other dialects
                 return [*frames, self._text_delta(text)]
             case message_parts.ReasoningDelta(text):
                 frames = self._begin_unless_open(message_parts.ReasoningDelta, "rs")
@@ -230,7 +230,7 @@ class ResponseStreamWriter:
             return []
         if item.number is not None:
             status = "incomplete" if item.number in self._cut_calls else "completed"
-        if item.kind is message_parts.ContentDelta and self._logprobs:  # of tokens without text, as the last one
+        if item.kind is message_parts.ContentDelta and self._logprobs:  # entries of tokens without text, as the last
             item.logprobs.append(entries_of(self._take_logprobs()))
         text = "".join(item.text)
         whole = item.as_item(status)
@@ -272,7 +272,7 @@ class ResponseStreamWriter:
         return self._item_event(name, self._open, delta=text, **fields)
 
     def _take_logprobs(self) -> list[Any]:
-        # Those of the reasoning come first, all before the answer begins.
+        # The reasoning's entries come first, all before the answer begins.
         hidden = min(len(self._logprobs), self._num_reasoning_tokens - self._skipped)
         self._skipped += hidden
         taken, self._logprobs = self._logprobs[hidden:], []

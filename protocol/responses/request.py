@@ -23,7 +23,7 @@ MAX_METADATA = 16  # entries
 MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512
 
-ADDED = "additional_tools"  # an item of the conversation
+ADDED = "additional_tools"  # the type of an item
 LOGPROBS = "message.output_text.logprobs"
 
 _ECHOED = (
@@ -251,7 +251,7 @@ T = TypeVar("T")
 
 
 def beginnings(messages: Sequence[ChatMessage]) -> list[int]:
-    """Return where a shorter conversation may begin: at any turn but the first and results of calls."""
+    """Return the places where a truncated conversation may begin: any turn except the first and tool results."""
     turns = [place for place, message in enumerate(messages) if message.role not in _INSTRUCTIONS]
     return [place for place in turns[1:] if messages[place].role != "tool"]
 
@@ -264,7 +264,7 @@ def beginning_at(messages: Sequence[ChatMessage], begin: int) -> list[ChatMessag
 async def fit(messages: Sequence[ChatMessage], encode: Callable[[list[ChatMessage]], Awaitable[T | None]]) -> T | None:
     """Return `encode` of the longest conversation that fits; None if not even the last turn fits.
 
-    `encode` returns None for messages that are too long. It is called for all of them, then in a binary search.
+    `encode` returns None for messages that are too long. It is called for the whole list, then in a binary search.
     """
     found = await encode(list(messages))
     if found is not None:

@@ -72,7 +72,7 @@ class Namespace(ClientModel):
 
 def _kind(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") == "shell" and isinstance(place := tool.get("environment"), dict):
-        return "shell" if place.get("type") == "local" else UnsupportedEntry  # containers are OpenAI's
+        return "shell" if place.get("type") == "local" else UnsupportedEntry  # OpenAI runs the containers
     return type_of(tool)
 
 
@@ -86,14 +86,14 @@ Tools = Annotated[
 
 
 class NamedTool(ClientModel):
-    """One of the tools that may be called. A namespace stands for all in it."""
+    """One of the tools that may be called. A namespace stands for all of its tools."""
 
     type: Literal["function", "custom", "namespace", "local_shell", "shell", "apply_patch"]
     name: str = ""
     namespace: str | None = None
 
     def names(self, forms: dict[str, CallForm]) -> list[str]:
-        """Return the model's names of the tools."""
+        """Return the names by which the model knows the tools."""
         if self.type == "namespace":
             return [flat for flat, form in forms.items() if form.namespace == self.name]
         name = flat_name(self.namespace, self.name or self.type)
@@ -130,7 +130,7 @@ def call_forms(tools: Iterable[AnyTool]) -> dict[str, CallForm]:
 
 
 def chat_tools(tools: Iterable[AnyTool]) -> list[dict[str, Any]]:
-    """Return all tools in chat's form, which leaves out unsupported ones."""
+    """Return all tools in chat's form. Unsupported tools are included; chat does not show them to the model."""
     offered = [tool.for_chat(flat) for flat, tool, _ in _offered(tools)]
     return offered + [tool.for_chat() for tool in unsupported_tools(tools)]
 
@@ -148,7 +148,7 @@ def chat_choice(choice: str | ChosenTool | AllowedNames, tools: Sequence[AnyTool
 
 
 def unsupported_tools(tools: Iterable[AnyTool]) -> list[UnsupportedEntry]:
-    """Return the tools that are left out, those in namespaces too."""
+    """Return the unsupported tools, those in namespaces too."""
     found: list[UnsupportedEntry] = []
     for tool in tools:
         inside = tool.tools if isinstance(tool, Namespace) else (tool,)
@@ -184,7 +184,7 @@ _Part = Annotated[ItemText | RefusalPart, OneOf()]
 Content = Annotated[str | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
 _OutputPart = Annotated[ItemText | RefusalPart | UnsupportedPart, OneOf()]
 Output = Annotated[str | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts")], _string_or_list]
-"""A tool's result: for each part that is no text, the model sees a note."""
+"""A tool's result. The model sees a note for each part that is not text."""
 
 
 def texts(content: str | Sequence[ItemText | RefusalPart | UnsupportedPart]) -> list[str]:
@@ -200,19 +200,19 @@ def new_id(kind: str) -> str:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the model's name of a tool in a namespace; it knows no namespaces."""
+    """Return the name by which the model knows a tool in a namespace; models know no namespaces."""
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}" if namespace else name
 
 
 class CallForm(NamedTuple):
-    """The form of one tool's calls: its kind, and the client's name of it."""
+    """The form of one tool's calls: the tool's kind, and the client's name for it."""
 
     kind: ToolKind
     name: str
     namespace: str | None = None
 
     def item(self, item_id: str, call_id: str, text: str, status: str) -> dict[str, Any]:
-        """Return the call as an item. `text` is its arguments or its input; it may be cut off."""
+        """Return the call as an item. `text` is its arguments or its input, possibly incomplete."""
         kind = self.kind
         item = {"id": item_id, "type": kind.item, "call_id": call_id}
         if kind.read is None:
@@ -222,7 +222,7 @@ class CallForm(NamedTuple):
         return {**item, "status": status, kind.field: kind.read(partial_object(text)), **place}
 
     def done_events(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events before the item's own end: names and fields."""
+        """Yield (event name, fields) of the events that precede `output_item.done`."""
         if self.kind.event is not None:
             name = {"name": self.name} if self.kind is KINDS["function"] else {}
             field = self.kind.field
@@ -327,7 +327,7 @@ class ShellOutput(ClientModel):
 
 
 class BuiltInOutputItem(ClientModel):
-    """The result of a tool that OpenAI has defined. A local shell's may have the call's id as its own."""
+    """The result of a tool that OpenAI has defined. A local shell's result may have the call's id as its own id."""
 
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     id: str | None = None

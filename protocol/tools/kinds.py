@@ -1,8 +1,8 @@
 """The kinds of tools, and the functions that a request offers.
 
-A tool that a vendor has defined is shown to the model as a function. Its call comes back as an item of the tool's own,
-and such items of earlier turns become calls of the function. What the model wrote wrongly becomes the nearest call that
-the item can express.
+A tool that a vendor has defined is shown to the model as a function. A call comes back to the client as an item of the
+tool's own type, and such items of earlier turns become calls of the function. Wrong arguments of the model become the
+nearest call that the item can express.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _OPERATIONS: Final = ("create_file", "update_file", "delete_file")
 class ToolKind:
     """A kind of tool.
 
-    `description`, `properties`, `required` and `commands` (the values of a property `command`) are what the model is
-    shown of a tool that a vendor has defined; `name` is the function's where the client gives none. In Responses, a
-    call is an item of the type `item`, with an id that begins with `id_prefix`. Its `field` holds the arguments: as
-    text, of which each piece is an `event`, or as the object that `read` makes of them.
+    `description`, `properties`, `required` and `commands` (the values of a property `command`) describe a
+    vendor-defined tool to the model; `name` is the function's name if the client gives none. In Responses, a call is an
+    item of the type `item`, with an id that begins with `id_prefix`. Its `field` holds the arguments: as text, streamed
+    in `event`s, or as the object that `read` makes of them.
     """
 
     name: str = ""
@@ -205,7 +205,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def partial_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object, as far as they go if they break off, as SDKs read the same stream."""
+    """Return a call's arguments as an object. Incomplete JSON gives its beginning, as SDKs read the same stream."""
     try:
         try:
             value = from_json(arguments, allow_partial=True)
@@ -243,7 +243,7 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomTool(Function):
-    """A tool that takes free text, which `definition` is a grammar of: for the model, a function of one argument."""
+    """A tool that takes free text, with the grammar `definition`. The model sees a function of one argument."""
 
     syntax: Literal["lark", "regex"] | None = None
     definition: str = ""

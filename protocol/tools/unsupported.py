@@ -1,8 +1,8 @@
-"""Tools that only the API's vendor runs, remains of their calls in a conversation, and images and files in results.
+"""Tools that only the API's vendor runs, their calls in a conversation, and images and files in tool results.
 
-Clients offer such tools to every server, and a model need not use them. So they are left out of what the model sees
-instead of failing the request; a header names them to the client (`IgnoredParts.warning`), metrics to the operator
-(`family`). Unknown types are treated alike.
+Clients offer such tools to every server, and a model need not use them. So the model is not shown them, and the request
+does not fail; a header names them to the client (`IgnoredParts.warning`), metrics to the operator (`family`). Unknown
+types are treated the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class UnsupportedEntry(ClientModel):
 
 
 class UnsupportedPart(UnsupportedEntry):
-    """A part of a tool's result that is no text: the model sees a note instead of it.
+    """A part of a tool's result that is not text: the model sees a note instead.
 
     An agent sends its whole conversation again, so refusing one image would fail every later request.
     """

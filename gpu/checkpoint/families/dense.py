@@ -1,7 +1,7 @@
-"""Dense relatives of Llama. What each does otherwise is in its layer.
+"""Dense relatives of Llama. Each family's layer function has its differences from Llama.
 
-Granite multiplies what it adds to the residual stream by a number m. Its record has a stream that is 1 / m times as
-large: the embedding is divided by m, and the epsilons of norms by m squared, so that no layer multiplies.
+Granite multiplies each addition to the residual stream by a number m. Its spec instead makes the whole stream 1 / m
+times as large: the embedding is divided by m, and the epsilons of norms by m squared, so that no layer multiplies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpu.checkpoint.config import HeaderField, ModelConfig
 interleaved_in_gguf = partial(architecture.llama_layer, gguf_interleaved=True)
 
 
-# Ministral 3: Llama with YaRN, and queries that grow with their positions. GGUF files have Mistral 3 under this name.
+# Ministral 3: Llama with YaRN, and queries that grow with their positions. GGUF files call it Mistral 3.
 MINISTRAL3 = Architecture(
     name="Ministral3ForCausalLM",
     model_type="ministral3",
@@ -150,7 +150,7 @@ SMOLLM3 = Architecture(
 )
 
 
-# OLMo 2 and 3: norms behind attention and network instead of before, and over all heads of queries and keys at once.
+# OLMo 2 and 3: norms after attention and network instead of before; query and key norms span all heads.
 def _olmo_layer(config: ModelConfig, index: int) -> LayerSpec:
     layer = architecture.llama_layer(config, index)
     attention, norm = layer.attention, partial(architecture.norm_of_layer, config, index)
@@ -181,7 +181,7 @@ OLMO2 = Architecture(
     qk_norm=True,
     layer=_olmo_layer,
 )
-OLMO3 = replace(  # with windows, in layers with a rotation of their own; its GGUF files call themselves olmo2
+OLMO3 = replace(  # layers with a window have their own rotation; its GGUF files call themselves olmo2
     OLMO2,
     name="Olmo3ForCausalLM",
     model_type="olmo3",
@@ -194,7 +194,7 @@ OLMO3 = replace(  # with windows, in layers with a rotation of their own; its GG
 )
 
 
-# GLM-4 of 0414, and the GLM-4 before it, without norms behind attention and network. Half of each head rotates.
+# GLM-4 of 0414, and the GLM-4 before it, without norms after attention and network. Half of each head rotates.
 def _glm_layer(config: ModelConfig, index: int) -> LayerSpec:
     layer, prefix = architecture.llama_layer(config, index, interleaved=True), f"model.layers.{index}.mlp.gate_up_proj"
     return replace(layer, feed_forward=architecture.fused_network(layer.feed_forward, prefix, f"blk.{index}.ffn_up"))

@@ -1,7 +1,7 @@
 """The text models of Gemma 2 and 3. `_layer` and `_finish` have the differences from Llama.
 
-Layers with and without a window alternate. GGUF files and older config.json do not have the pattern: every second layer
-of Gemma 2 is full, every sixth of Gemma 3.
+Layers with and without a window alternate. GGUF files and older config.json files lack the pattern: by default, every
+second layer of Gemma 2 and every sixth of Gemma 3 has no window.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_SCALAR = HeaderField(float, 0.0, 1e6, "", default=0.0)  # 0, here and of the caps: there is none
+_SCALAR = HeaderField(float, 0.0, 1e6, "", default=0.0)  # 0 means none, for the caps too
 _CAP = replace(_SCALAR, null=0.0)
 _WINDOW_KEYS = frozenset({"sliding_window", "layer_types"})
 
@@ -38,8 +38,8 @@ def _gemma_norm(norm: architecture.RMSNormSpec) -> architecture.RMSNormSpec:
 
 
 def _layer(config: ModelConfig, index: int, *, largest: int) -> architecture.LayerSpec:
-    """Four norms by 1 + w, GeGLU, and a scale of scores from the configuration. GGUF files do not have the scale: it is
-    that of the head's size, except for the model with `largest` layers, where it is the hidden size over the heads.
+    """Return a layer with four norms by 1 + w, GeGLU, and the configuration's scale of scores. GGUF files lack the
+    scale: it follows from the head's size, or, in the model with `largest` layers, from hidden size / heads.
     """
     layer, numbers = architecture.llama_layer(config, index), config.numbers
     attention, inner = layer.attention, layer.feed_forward

@@ -1,8 +1,8 @@
 """Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, the others have gated attention.
 
-Norms are stored without the 1 that they add, except the one inside the delta net. Qwen3.5 is Qwen3-Next with other
-projections of the delta net, without experts or with stacked ones. Its vision part is skipped: text has the same angles
-in all three sections of a position.
+Norms multiply by 1 + w, except the norm inside the delta net. Qwen3.5 is Qwen3-Next with other projections of the delta
+net, without experts or with stacked ones. Its vision part is skipped: for text, all three sections of a position have
+the same angles.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _delta_net(config: ModelConfig, index: int, by_key_head: bool) -> architectu
 
 
 def _experts(config: ModelConfig, index: int) -> architecture.MoESpec:
-    """Files have each expert's matrices, or all experts of a layer in two tensors."""
+    """Return the experts of a layer. Files hold a tensor for each matrix, or stack a layer's experts in two tensors."""
     inner = int(config.numbers["moe_intermediate_size"])
     gate = architecture.Stack("mlp.experts.gate_up_proj", stop=inner, outputs_first=True)
     experts = architecture.mixture_of_experts(

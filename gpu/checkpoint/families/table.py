@@ -12,7 +12,7 @@ from gpu.checkpoint.families.qwen_hybrid import HYBRIDS
 
 
 def _gpt_oss_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
-    """Checkpoints have the experts of a layer as one tensor, with rows of gate and up in turn, in bfloat16 or MXFP4."""
+    """Return a layer of gpt-oss. Checkpoints stack its experts, in bfloat16 or MXFP4; rows of gate and up alternate."""
     layer = architecture.llama_layer(config, index)
     attention, norm = layer.attention, layer.feed_forward_norm
     assert norm is not None
@@ -75,7 +75,7 @@ GPT_OSS = architecture.Architecture(
 )
 
 
-# Qwen 3 with experts, in all layers but those that a config.json names.
+# Qwen 3 with experts in all layers, except those that config.json excludes.
 def _qwen3_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     layer = architecture.llama_layer(config, index)
     if index in config.dense_layers:
@@ -107,7 +107,7 @@ QWEN3_MOE = architecture.Architecture(
 )
 
 
-# Qwen 2 with experts: some that are chosen, and one that all tokens have.
+# Qwen 2 with experts: some chosen by the router, and one shared by all tokens.
 def _qwen2_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     layer = _qwen3_moe_layer(config, index)
     if index in config.dense_layers:
@@ -212,7 +212,7 @@ MISTRAL = architecture.Architecture(
 _FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE)
 FAMILIES: dict[str, architecture.Architecture] = {family.name: family for family in _FAMILIES}
 FAMILIES |= HYBRIDS
-# Of models that see, too, only the text part is served; its own model_type comes first.
+# Vision models, of which only the text part is served. The text part's own model_type wins over this table.
 FAMILIES |= {"Gemma3ForConditionalGeneration": GEMMA3, "Mistral3ForConditionalGeneration": MISTRAL}
 
 

@@ -135,7 +135,7 @@ GGUF_TRAPS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "an empty token": (with_tokens(tokens=[""], merges=()), ["id 1", "1 tokens"]),
     "a token twice": (with_tokens(tokens=["a", "b", "c", "a"], merges=()), ["a token twice"]),
     "a merge of unknown tokens": (with_tokens(merges=("x yz",)), ["merges do not fit"]),
-    "fewer types than tokens": (with_tokens(types=[1, 1]), ["257 tokens have 2 types"]),
+    "fewer types than tokens": (with_tokens(types=[1, 1]), ["2 token_type entries for 257 tokens"]),
 }
 GGUF_TRAPS |= {
     f"linear scaling by {value}": (

@@ -126,8 +126,8 @@ def test_streamed_pieces_add_up_to_the_text(tmp_path, prefix):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scores": SCORES[:-1]}, f"{len(TOKENS)} tokens have {len(TOKENS) - 1} scores"),
-        ({"scores": [float("nan"), *SCORES[1:]]}, "scores holds NaN"),
+        ({"scores": SCORES[:-1]}, f"{len(TOKENS) - 1} scores for {len(TOKENS)} tokens"),
+        ({"scores": [float("nan"), *SCORES[1:]]}, "scores has NaN scores"),
         ({"tokens": [*TOKENS[:-1], "<s>"]}, "a token twice"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_cannot_be_built_says_why(tmp_path, changes, message):
 
 def test_pieces_that_make_each_other_in_millions_of_ways_are_refused(tmp_path):
     many = [letter * 4000 for letter in "abcde"]
-    with pytest.raises(ModelError, match=r"squares of its tokens' lengths add up to .*; allowed: up to"):
+    with pytest.raises(ModelError, match=r"tokens are too long: their squared lengths total .*, limit "):
         tiny_tokenizer(tmp_path, tokens=[*TOKENS[: -len(many)], *many])
 
 

@@ -218,9 +218,9 @@ def test_user_defined_tokens_are_whole_but_not_skipped(tmp_path):
         ({"merges": ["not in"]}, "merges do not fit"),
         ({"merges": ["alone"]}, "merges do not fit"),
         ({"tokens": [*ALPHABET, "!"]}, "a token twice"),
-        ({"types": [1, 2, 3]}, "257 tokens have 3 types"),
-        ({"types": [*[1] * 256, 7]}, "'th' is of the type 7; known are 0 to 6"),
-        ({"types": [-1, *[1] * 256]}, "is of the type -1; known are 0 to 6"),
+        ({"types": [1, 2, 3]}, "3 token_type entries for 257 tokens"),
+        ({"types": [*[1] * 256, 7]}, "'th' has the type 7; known types are 0 to 6"),
+        ({"types": [-1, *[1] * 256]}, "has the type -1; known types are 0 to 6"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_built_says_why(tmp_path, changes, message):

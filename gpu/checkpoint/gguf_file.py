@@ -39,7 +39,7 @@ _MAX_DIMENSIONS = 4
 _MAX_HEADER = 64 * 2**20  # bytes
 _MAX_PAIRS = 2**16
 _MAX_TENSORS = 2**16
-_MAX_ELEMENTS = 2**22  # of all arrays together
+_MAX_ELEMENTS = 2**22  # elements of all arrays together
 _TENSOR_TYPES = {tensor_type.number: tensor_type for tensor_type in TENSOR_TYPES}
 _STRING, _ARRAY = 8, 9
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
@@ -55,7 +55,7 @@ class GGUFTensor:
     type: TensorType
     offset: int  # from the start of the file, bytes
     nbytes: int
-    part: int = 0  # of a split file
+    part: int = 0  # its index in a split file
 
 
 def file_state(status: os.stat_result) -> tuple[int, ...]:
@@ -64,14 +64,14 @@ def file_state(status: os.stat_result) -> tuple[int, ...]:
 
 
 class GGUFFile:
-    """An opened GGUF file, or all parts of a split one. Immutable; files stay mapped as long as this object lives."""
+    """An opened GGUF file, or all parts of a split file. Immutable; files stay mapped as long as this object lives."""
 
     def __init__(self, path: Path) -> None:
         """Read metadata and tensor infos. Any part of a split file names all of them; the first has the metadata.
 
         Raises `ModelError` if the file is not GGUF, damaged or unsupported, or a part is missing.
         """
-        self.states: list[tuple[int, ...]] = []  # of each part's file
+        self.states: list[tuple[int, ...]] = []  # `file_state` of each part
         self._maps: list[mmap.mmap] = []
         header = self._open(path)
         self.paths = split_paths(path, header.metadata.get("split.count", 1))
@@ -92,7 +92,7 @@ class GGUFFile:
 
     def _open_parts(self) -> None:
         for opened in (self.states, self._maps, self.tensors):
-            opened.clear()  # of the part that was named
+            opened.clear()  # of what the named part has filled in
         headers = [self._open(path) for path in self.paths]
         self.metadata = headers[0].metadata
         for number, (path, header) in enumerate(zip(self.paths, headers, strict=True)):
@@ -110,7 +110,7 @@ class GGUFFile:
             )
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The metadata value of `key`, or `default` if it is absent. Raises `ModelError` if it is not a `kind`."""
+        """Return the metadata value of `key`, or `default` if absent. Raises `ModelError` if it is not a `kind`."""
         value = self.metadata.get(key)
         if value is None:
             return default
@@ -128,14 +128,14 @@ class GGUFFile:
         return value
 
     def require_array(self, key: str, kind: type[T]) -> list[T]:
-        """The array `key`. Raises `ModelError` if it is absent or its elements are not of type `kind`."""
+        """Return the array `key`. Raises `ModelError` if it is absent or its elements are not of type `kind`."""
         values = self.metadata.get(key)
         if not isinstance(values, list) or (values and type(values[0]) is not kind):  # elements are all of one type
             raise ModelError(f"{self.path.name}: metadata {key} must be an array of type {kind.__name__}.")
         return values
 
     def packed(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor as they are in the file: [..., bytes of a row], quantization blocks and all.
+        """Return the bytes of a tensor as the file holds them: [..., bytes of a row], still quantized.
 
         A view of the mapped file: do not write to it.
         """
@@ -144,12 +144,12 @@ class GGUFFile:
         return data.reshape(*tensor.shape[:-1], -1)
 
     def release_pages(self) -> None:
-        """Unmap the file's pages from memory. Later reads come from the page cache or the disk."""
+        """Release the file's pages from this process. Later reads come from the page cache or the disk."""
         for mapped in self._maps if hasattr(mmap, "MADV_DONTNEED") else ():
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor, dequantized: float32, [shape of the tensor], its own memory."""
+        """Return a tensor dequantized to float32, in new memory."""
         tensor = self.tensors[name]
         if tensor.type.name == "F32":
             return self.packed(name).view(np.float32).copy()
@@ -157,7 +157,7 @@ class GGUFFile:
 
 
 def split_paths(path: Path, count: Any) -> tuple[Path, ...]:
-    """Return the paths of all parts of a file that says it is one of `count`. Raises `ModelError`."""
+    """Return the paths of all `count` parts of a split file, of which this is one. Raises `ModelError`."""
     if count == 1:
         return (path,)
     named = SPLIT_NAME.fullmatch(path.name)
@@ -234,7 +234,7 @@ class _Header:
         return list(tensors.values())
 
     def _check_overlaps(self, tensors: list[GGUFTensor]) -> None:
-        """Refuse overlaps: many tensors of the same bytes would be a large model in a small file."""
+        """Refuse overlapping tensors: many tensors over the same bytes would make a large model of a small file."""
         in_order = sorted(tensors, key=lambda tensor: tensor.offset)
         for one, other in itertools.pairwise(in_order):
             if one.offset + one.nbytes > other.offset:

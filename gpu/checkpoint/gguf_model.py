@@ -62,7 +62,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
 def read_tensors(
     file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None]
 ) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
-    """Yield the `ranges` of the tensors that it names, quantized or in the type of the file."""
+    """Yield the tensors that `ranges` names, restricted to their ranges; quantized, or in the type of the file."""
     for name, tensor, part in _named(file, config):
         if name not in ranges:
             continue
@@ -93,8 +93,8 @@ def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, Part | None]]:
-    """Yield Hugging Face name, tensor, and part. A tensor of several parts comes once for each. Tensors that the model
-    does not have, or that hold other parts, keep their names."""
+    """Yield Hugging Face name, tensor and part; a tensor of several parts once for each. Tensors that the model does
+    not have, or with other parts, keep their names."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
         parts[part.gguf].append(part)
@@ -169,7 +169,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         layers_without_rope=every_nth(num_layers, family.no_rope_interval if has_rope else 1),
         tie_word_embeddings="output.weight" not in file.tensors,
-        torch_dtype="bfloat16",  # files do not have it: most were rounded from this type
+        torch_dtype="bfloat16",  # files do not record it; most were rounded from bfloat16
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
@@ -183,7 +183,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 def _layer_types(file: GGUFFile, numbers: Numbers, num_layers: int, family: Architecture) -> tuple[str, ...]:
-    """Return which layers have a window: a file names each, or every how many have none, or leaves it to the family."""
+    """Return which layers have a window: the file lists them or gives an interval; else the family decides."""
     key = f"{file.require('general.architecture', str)}.attention.sliding_window_pattern"
     named = file.metadata.get(key)
     if not isinstance(named, list):
@@ -221,7 +221,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(file: GGUFFile, rope_theta: float, head_dim: int) -> RopeScaling:
-    """Return Llama 3's scaling from the divisors of the frequencies, which are all that the converter stores. All Llama
+    """Return Llama 3's scaling from the divisors of the frequencies, because converters store nothing else. All Llama
     3.x differ only in the largest divisor; the others are checked."""
     if file.tensors[_ROPE_FREQUENCIES].shape == (head_dim // 2,):
         divisors = file.read(_ROPE_FREQUENCIES)

@@ -33,10 +33,10 @@ _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] = (), source: str) -> ModelConfig:
-    """The `ModelConfig` of a parsed config.json.
+    """Return the `ModelConfig` of a parsed config.json.
 
-    `eos_token_ids` are those that the model's other files name; they come before config.json's own. `source` names
-    the model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
+    `eos_token_ids` are those in the model's other files; they take precedence over config.json's. `source` names the
+    model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
     """
     family = _family(values, source)
     values = one_spelling(values, family, source)
@@ -94,7 +94,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
 
 
 def check_config(config: ModelConfig, *, source: str) -> None:
-    """Raise `ModelError` if numbers that are each within bounds cannot be those of one model."""
+    """Raise `ModelError` if numbers that are each within bounds contradict each other."""
     if config.num_attention_heads % config.num_key_value_heads != 0:
         raise ModelError(
             f"{source}: num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
@@ -155,7 +155,7 @@ def check_config(config: ModelConfig, *, source: str) -> None:
 
 
 def token_ids(values: Mapping[str, Any], key: str, *, source: str) -> list[int]:
-    """A token id field as a list: files hold one id, a list of them or null. Raises `ModelError` for anything else."""
+    """Return a token id field as a list: files hold one id, a list or null. Raises `ModelError` for anything else."""
     value = values.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     for token in listed:
@@ -301,7 +301,7 @@ def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool, mscale: float
 
 
 def _dense_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> tuple[int, ...]:
-    """Return the layers in `mlp_only_layers`, and all others than every `decoder_sparse_step`-th."""
+    """Return the layers in `mlp_only_layers`, and all except every `decoder_sparse_step`-th layer."""
     named = values.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(index) is int for index in named):
         raise ModelError(f"{source}: mlp_only_layers in config.json must be a list of layers, got {shown(named)}.")
@@ -395,7 +395,7 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 
 def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -> dict[str, Any]:
-    """Return a copy of `values` that states each fact in one place, for `family`.
+    """Return a copy of `values` with each fact under one key, for `family`.
 
     Keys of `text_config` move to the top level. `num_experts`, `dtype`, `rope_theta`, `rope_local_base_freq` and
     `partial_rotary_factor` are at the top level, all other values of rotary embeddings in `rope_parameters`, which is
@@ -470,7 +470,7 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
 def _of_full_layers(
     values: Mapping[str, Any], rope: Mapping[str, Any], source: str
 ) -> tuple[Mapping[str, Any], float | None]:
-    """Return the rotation of layers without a window, and the base of the other layers, None if it is not given."""
+    """Return the rotation of layers without a window, and the base of the other layers (None if not given)."""
     if wrong := sorted(rope.keys() - {FULL, SLIDING}):
         raise ModelError(
             f"{source}: rope_parameters in config.json must hold {FULL} and {SLIDING}, got {shown(wrong[0])}."
@@ -489,13 +489,13 @@ def _of_full_layers(
 
 
 def _with_type(rope: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """Return `rope` with its type under one name."""
+    """Return `rope` with its type under `rope_type`."""
     kind = _agreed({f"{name}.{key}": rope.get(key) for key in ("rope_type", "type")}, source)
     return {key: value for key, value in rope.items() if key != "type"} | {"rope_type": kind or "default"}
 
 
 def _agreed(named: Mapping[str, Any], source: str) -> Any:
-    """Return the common value of all names that have one, or None. Raises `ModelError` if two values differ."""
+    """Return the value that all set keys of `named` share, or None. Raises `ModelError` if two values differ."""
     present = [(name, value) for name, value in named.items() if value is not None]
     for name, value in present[1:]:
         if value != present[0][1]:

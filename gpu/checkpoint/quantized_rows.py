@@ -15,7 +15,7 @@ class TensorType(NamedTuple):
 
     name: str
     number: int
-    block: int  # weights of a block
+    block: int  # weights per block
     block_bytes: int
 
 
@@ -70,12 +70,12 @@ class QuantizedRows:
         return self.data.nbytes
 
     def __getitem__(self, rows: slice) -> QuantizedRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         data = self.data[rows]
         return QuantizedRows(self.type, (len(data), *self.shape[1:]), data)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """float32 of this shape, its own memory"""
+        """Return float32 of this shape, in new memory."""
         if self.type in ("S8", "S16"):
             return self._scaled()
         from gguf.constants import GGMLQuantizationType
@@ -85,8 +85,8 @@ class QuantizedRows:
         return values if values.flags.writeable else values.copy()
 
     def as_q8_0(self) -> QuantizedRows | None:
-        """Return exactly the same numbers as Q8_0. None if it cannot hold them: for types with an offset or with scales
-        of scales, and for MXFP4 with a scale that is no float16."""
+        """Return the rows as Q8_0 if that is exact, else None: for types with an offset or with scales of scales, and
+        for MXFP4 with a scale that is not a float16."""
         if self.type == "Q8_0":
             return self
         if self.type not in ("Q4_0", "Q5_0", "MXFP4"):
@@ -135,7 +135,7 @@ class QuantizedRows:
 def q8_0_of_powers(
     exponents: NDArray[np.int32], numbers: NDArray[np.int8], shape: tuple[int, ...]
 ) -> QuantizedRows | None:
-    """Return rows of this shape from blocks [..., 32] of multiples of a power of two; None if one is no float16."""
+    """Return Q8_0 rows from blocks [..., 32] of multiples of powers of two; None if a power is not a float16."""
     if np.any((exponents < -24) | (exponents > 15)):
         return None
     steps = np.ldexp(np.float32(1), exponents).astype(np.float16)[..., None].view(np.uint8)

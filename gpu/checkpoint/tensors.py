@@ -30,11 +30,11 @@ _OF_DRAFTS = re.compile(r"(model\.)?mtp\..+")  # layers that predict several tok
 _SKIPPED = {"the vision model": _OF_IMAGES, "multi-token prediction": _OF_DRAFTS}
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
-_NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
+_NAMES_SHOWN = 8  # names of each kind in an error: one missing layer alone has a dozen
 
 
 class Shaped(Protocol):
-    """A tensor, in whatever form."""
+    """Any object with a tensor's shape."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -44,12 +44,12 @@ W = TypeVar("W", bound=Shaped)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every weight of a model, linear weights as [out_features, in_features]."""
+    """Return name and shape of every weight of a model; linear weights are [out_features, in_features]."""
     return shapes_of(spec_of(config))
 
 
 def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of `tensor_shapes` for a model's specification, or for a rank's part of one."""
+    """Return name and shape of every weight in `spec`, a model or one rank's part."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts_of(spec):
         shapes[part.weight_name] = part.shape
@@ -59,7 +59,7 @@ def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor in a text model."""
+    """Return the name that a tensor has in a model without a vision part."""
     if _BARE.match(name):
         return f"model.{name}"
     return _OF_TEXT.sub(lambda found: "model." if found[1] else "", name, count=1) if _OF_TEXT.match(name) else name
@@ -68,8 +68,8 @@ def text_name(name: str) -> str:
 def checked(
     weights: Iterable[tuple[str, W]], config: ModelConfig, *, source: str, spec: DecoderSpec | None = None
 ) -> Iterator[tuple[str, W]]:
-    """Yield the weights of `config`, or of a rank's `spec`, each once and in its shape. Raises `ModelError` at the end
-    with all that are missing, unknown, repeated or misshapen."""
+    """Yield the weights of `config`, or of a rank's `spec`, each once and in its shape. At the end, raises `ModelError`
+    that lists missing, unknown, repeated and misshapen weights."""
     check = _Check(config, spec)
     for given, weight in weights:
         name = text_name(given)
@@ -90,8 +90,8 @@ def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConf
 
 
 class _Check:
-    """Collects the missing and the unknown tensors of a model. Unknown ones are refused, too: leaving out a bias would
-    change every token without an error."""
+    """Collects a model's missing and unknown tensors. Unknown tensors are an error, too: ignoring a bias would silently
+    change every token."""
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec | None = None) -> None:
         self._config = config
@@ -151,15 +151,15 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 class MXFP4Rows:
     """MXFP4 rows of a checkpoint: views of the mapped file."""
 
-    blocks: NDArray[np.uint8]  # [rows, blocks, 16], the first of two numbers in the lower bits
-    scales: NDArray[np.uint8]  # [rows, blocks], 127 more than the exponent of each
+    blocks: NDArray[np.uint8]  # [rows, blocks, 16], two numbers a byte, the first in the lower bits
+    scales: NDArray[np.uint8]  # [rows, blocks], each block's exponent plus 127
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.scales.shape[0], self.scales.shape[1] * _BLOCK
 
     def read(self) -> QuantizedRows | NDArray[np.float32]:
-        """The same numbers, exactly: as Q8_0, if all scales fit its float16, which is so for weights of any model."""
+        """Return the exact values: Q8_0 if all scales fit float16 (any real model), else float32."""
         nibbles = np.stack([self.blocks & np.uint8(15), self.blocks >> np.uint8(4)], axis=-1)
         doubled = MXFP4_DOUBLED[nibbles].reshape(*self.scales.shape, _BLOCK)
         exponents = self.scales.astype(np.int32) - 128
@@ -170,9 +170,9 @@ class MXFP4Rows:
 
 
 def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a checkpoint, and for each stack views of its parts: arrays, or MXFP4Rows.
+    """Yield the tensors of a checkpoint; split each stack into views of its parts: arrays, or MXFP4Rows.
 
-    A stack with other parts, of another type or without its scales keeps its name, which the checks refuse.
+    Mismatched stacks, and those without scales, stay unsplit, so that `checked` rejects them.
     """
     stacks: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
@@ -201,7 +201,7 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
 
 
 def rows_of(parts: Iterable[Part]) -> int:
-    """Return the rows of a matrix with these parts."""
+    """Return the number of rows of a matrix that stacks these parts."""
     return sum(part.shape[0] for part in parts)
 
 
@@ -256,7 +256,7 @@ def ranges_of(spec: DecoderSpec) -> dict[str, Ranges | None]:
 
 
 def sliced(weight: NDArray[Any] | QuantizedRows, ranges: Ranges | None) -> NDArray[Any] | QuantizedRows:
-    """Return these ranges of a tensor: a view if they are whole quantization blocks, else float32."""
+    """Return these ranges of a tensor: a view if they consist of whole quantization blocks, else float32."""
     if ranges is None:
         return weight
     index = tuple(slice(*bounds) for bounds in ranges)

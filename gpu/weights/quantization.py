@@ -20,14 +20,14 @@ from gpu.checkpoint.tensors import Weight
 from gpu.weights.reading import floats
 
 BLOCK = 32
-_AT_ONCE = 2**17  # weights, so that intermediate results stay in the processor's cache
-_FITS = 3  # times that scale and offset are fitted to the rounded numbers; more change perplexity by a thousandth
+_AT_ONCE = 2**17  # weights at a time, so that intermediate results stay in the processor's cache
+_FITS = 3  # fits of scale and offset to the rounded numbers; more fits change perplexity by a thousandth
 
 Floats = NDArray[np.float32]
 
 
 class _Form(NamedTuple):
-    type: str  # of GGUF
+    type: str  # GGUF's name
     block_bytes: int
     # [32, n] -> the bytes of n blocks, and the numbers that they stand for.
     round: Callable[[Floats], tuple[list[NDArray[np.uint8]], Floats]]
@@ -89,7 +89,7 @@ class Quantization:
 
 
 def _round_to_q8_0(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
-    """Round blocks to d q with q from -127 to 127."""
+    """Round blocks to d * q: scale d, integer q from -127 to 127."""
     size = np.maximum(numbers.max(0), -numbers.min(0)) / np.float32(127)
     d = size.astype(np.float16)
     d = np.where(d < size, np.nextafter(d, np.float16(np.inf)), d)  # so that no q is beyond 127
@@ -99,10 +99,10 @@ def _round_to_q8_0(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
 
 
 def _round_to_q4_1(numbers: Floats) -> tuple[list[NDArray[np.uint8]], Floats]:
-    """Round blocks to d q + m with q from 0 to 15.
+    """Round blocks to d * q + m: scale d, offset m, integer q from 0 to 15.
 
-    At first d and m span the range of the weights. Then in turn d and m are fitted to q with the least square error,
-    and q is rounded again for d and m.
+    At first d and m span the range of the weights. Then fits alternate: d and m to q with the least square error, and q
+    to d and m by rounding.
     """
     least = numbers.min(0)
     d, m, q = _levels(numbers, (numbers.max(0) - least) / np.float32(15), least)

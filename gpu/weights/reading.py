@@ -48,7 +48,7 @@ def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator
     """Yield every weight once, in the order of the file, with its Hugging Face name and row order; for a rank's `spec`
     (`gpu.sharding`) only its parts are read.
 
-    Weights are quantized or in the type of the file. `lm_head.weight` is left out if the embedding is tied. They may
+    Weights are quantized or in the type of the file. `lm_head.weight` is skipped if the embedding is tied. Weights may
     share memory with the mapped file: do not write to them. Raises `ModelError` for a tensor that is missing, unknown,
     misshapen or of an unsupported type.
     """
@@ -60,7 +60,7 @@ def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator
 
 
 def floats(weight: Weight) -> NDArray[np.float32]:
-    """Return the numbers of a weight in float32. They may share its memory."""
+    """Return a weight in float32. The result may share its memory."""
     if isinstance(weight, QuantizedRows):
         return weight.dequantize()
     if weight.dtype == np.uint16:
@@ -131,7 +131,7 @@ def _tensors_in(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[An
 # Random weights from a configuration, for benchmarks without a download.
 
 
-STANDARD_DEVIATION = 0.02  # of the supported architectures' initialization
+STANDARD_DEVIATION = 0.02  # the supported architectures' initialization
 
 
 def dummy_weights(

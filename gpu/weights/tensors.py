@@ -21,8 +21,8 @@ def weights_of(
     """Yield the weights of `gpu.weights.reading.read_weights` as tensors on `device`, in the dtype of the file, or in
     float32 if it is quantized.
 
-    On the CPU they may share memory with the mapped file. To another device they are copied one at a time, through two
-    staging buffers.
+    On the CPU the tensors may share memory with the mapped file. To another device they are copied one at a time,
+    through two staging buffers.
     """
     if device == "cpu":
         return as_tensors(read_weights(files, spec))
@@ -82,8 +82,8 @@ def to_device(
 
 
 class _Buffers:
-    """Two buffers, and the end of the device's copy from each. On a CPU, for tests, they are neither pinned nor waited
-    for."""
+    """Two staging buffers, and the end of the device's copy from each. On a CPU (in tests), they are not pinned, and
+    nothing waits."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """Prose around blocks of calls, and the free text of custom tools.
 
 `BlockReader` separates prose from blocks; the family's `Block` reads what is inside. A block ends by itself, or breaks
-where it stops being a call. Text that has not become a call by then is content, tags included.
+where it stops being a call. Text that is not part of a call by then is content, tags included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NewCallId = Callable[[str, int], str]
 """Returns the id of a call of this function, the n-th call of the message from 0."""
 
 _SPACE = " \t\r\n"
-_BETWEEN_CALLS = _SPACE + ",;[]"  # without meaning
+_BETWEEN_CALLS = _SPACE + ",;[]"  # text without meaning
 
 
 class CallSink:
@@ -43,7 +43,7 @@ class CallSink:
         self._new_call_id = new_call_id
 
     def start(self, name: str) -> None:
-        """Begin a call: from now on it is one, whatever follows."""
+        """Emit the start of a call; it cannot be retracted."""
         self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(name, self.num_calls), name))
         self.cut_calls.add(self.num_calls)
         self.num_calls += 1
@@ -81,7 +81,7 @@ class Block(Protocol):
     def step(self, text: str) -> int:
         """Read `text`, at most to the end of a call or of its arguments.
 
-        Return the number of characters read, 0 if more text is needed first.
+        Return the number of characters read; 0 if more text is needed.
         """
         ...
 
@@ -114,7 +114,7 @@ class BlockReader:
         self._held = ""
         self._padding = Padding()
         self._may_begin_bare = bare is not None
-        self._is_after_block = False  # only dropped text has come since
+        self._is_after_block = False  # since the last block, only dropped text has come
         self._awaits_closing = False
 
     def feed_text(self, text: str) -> list[MessagePart]:
@@ -205,7 +205,7 @@ class BlockReader:
         return True
 
     def _give_back(self) -> None:
-        """Pass on as content what has not become a call."""
+        """Return the block's text that is not part of a call as content."""
         raw, self._raw = "".join(self._raw), []
         if raw.strip(_BETWEEN_CALLS + (self._opening if len(self._opening) == 1 else "")):  # a special token, not shown
             self._say(self._padding.hold_back(raw))

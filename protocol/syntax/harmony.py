@@ -47,13 +47,13 @@ class _Body(enum.Enum):
     CALL = enum.auto()  # its arguments have not begun
     ARGUMENTS = enum.auto()
     AFTER_ARGUMENTS = enum.auto()
-    FREE_INPUT = enum.auto()  # of a custom tool, not as JSON
+    FREE_INPUT = enum.auto()  # input of a custom tool, not as JSON
 
 
 class HarmonyReader:
     """A `ToolReader` of the whole text of one choice.
 
-    A header that is none, and a message to a function that does not begin with an object, is text. A call is announced
+    A malformed header, and a message to a function that does not begin with an object, are text. A call is announced
     with the first character of its arguments; where they stop being JSON it stays cut, and the rest is text.
     """
 
@@ -103,7 +103,7 @@ class HarmonyReader:
         return self._sink.cut_calls
 
     def _step(self) -> bool:
-        """Read what is held. Return True if more can be read."""
+        """Read the held text. Return True if more can be read."""
         if self._body is _Body.HEADER:
             return self._in_header()
         if self._body is _Body.BETWEEN:
@@ -227,7 +227,7 @@ class HarmonyReader:
         self._read(text[end:])
 
     def _end(self, *, is_complete: bool = True) -> None:
-        """End the message that is being read. A call without arguments has none only if the message is complete."""
+        """End the message that is being read. A call without arguments is valid only if the message is complete."""
         if self._body is _Body.CALL:
             self._sink.start(self._name)
             if is_complete:

@@ -1,8 +1,8 @@
 """Conversations in the form that a chat template can show.
 
-What a template shows is found out once, by rendering calls with random words (`find_form`): many templates drop calls,
-take one call of several, or print an object of arguments as Python does. What it does not show, the syntax's record
-writes into the text. So every call, result and text of a history is in the prompt.
+Rendering calls with random words shows once what a template shows (`find_form`): many templates drop calls, show one
+call of several, or print an object of arguments as Python does. The syntax's record writes the missing parts into the
+text. So the prompt has every call, result and text of a history.
 """
 
 from __future__ import annotations

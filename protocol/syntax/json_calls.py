@@ -18,7 +18,7 @@ from protocol.syntax.reasoning import SpecialTags, find_tag
 from protocol.syntax.record import Reading
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
-_OTHERS = frozenset({"type", "id"})  # seen in the wild, read over
+_OTHERS = frozenset({"type", "id"})  # keys that some models write; ignored
 _SPACE = re.compile(r"[ \t\n\r]*")
 MAX_KEY = 64
 """Characters of a key, or of a value that is read over, in JSON."""
@@ -50,7 +50,7 @@ class CallObject:
         self._name: str | None = None
         self._has_arguments = False
         self._scanner: JsonScanner | None = None
-        self._read: list[str] = []  # of the key or value that is being scanned, or arguments that wait for the name
+        self._read: list[str] = []  # text of the scanned key or value, or arguments that wait for the name
         self._waiting = ""
         self._num_read = 0
 
@@ -110,7 +110,7 @@ class CallObject:
             if not self._has_arguments:
                 self._has_arguments = True
                 self._sink.start(self._name)
-            self._read = ["{"]  # only the value's first character is needed again
+            self._read = ["{"]  # of the value only the first character is needed
             self._sink.arguments(piece)
         else:
             limit = MAX_NAME if self._key == "name" else MAX_KEY

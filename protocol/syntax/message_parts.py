@@ -5,11 +5,11 @@
         for part in parser.read(output):
             match part: ...                         # each dialect spells the parts in its own way
 
-1. However the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
+1. The pieces in which text arrives do not matter: joining neighbours of one kind (`join`) gives the same parts.
 2. A call's start comes before its arguments, calls are numbered from 0, and one call ends before the next begins.
 3. Arguments are JSON as the model wrote it; text that is not JSON is content, not lost. A call with incomplete or wrong
    arguments is in `MessageParser.cut_calls`, and no dialect may report it as finished.
-4. Text goes out as soon as it is decided; only what may become a tag is held back, and white space before it.
+4. Text goes out as soon as it is decided; only text that may become a tag is held back, with white space before it.
 
 A choice without reasoning and tools needs no parser: see `MessageFormat.is_plain`.
 """

@@ -5,7 +5,7 @@ text, and how answers are read.
 
 A template of an unknown syntax that declares tools itself keeps them, and its model's calls stay text: nothing is
 guessed. A template that declares none gets a description in the system message, in its syntax's own form; without a
-syntax the server teaches one (`DESCRIBED`), as it does where a call is demanded of an unknown syntax.
+syntax the server teaches one (`DESCRIBED`), and likewise if a call is demanded of an unknown syntax.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ReasoningParser = Literal["auto", "think", "none"]
 
-_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # setting one sets the others
+_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # if a client sets one, the others follow
 
 PROMPT_TAIL = 16
 """Tokens at the end of a prompt that may open the reasoning."""

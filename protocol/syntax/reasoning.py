@@ -128,8 +128,8 @@ BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
 
 
 class _Stage(enum.Enum):
-    BEFORE = enum.auto()  # nothing but white space and perhaps a part of the opening tag
-    INSIDE_START = enum.auto()  # in the reasoning, of which nothing but white space has come
+    BEFORE = enum.auto()  # only white space and perhaps a part of the opening tag so far
+    INSIDE_START = enum.auto()  # in the reasoning; only white space of it has come
     INSIDE = enum.auto()
     ANSWER_START = enum.auto()  # after the reasoning: only white space has come
     ANSWER = enum.auto()
@@ -190,8 +190,8 @@ class ReasoningSplitter:
 class ReasoningCounter:
     """Counts the tokens of the reasoning, tags included, from the bytes of tokens.
 
-    Text does not show it: it trails the tokens and lacks control tokens. In `tags`, a stand-in of `special` replaces a
-    tag that is a special token. `between` is the text between two messages of an answer, each of which may be it.
+    Text cannot give it: it trails the tokens and lacks control tokens. In `tags`, a stand-in of `special` replaces a
+    tag that is a special token. `between` is the text between two messages of an answer; any may be reasoning.
     """
 
     def __init__(

@@ -100,14 +100,14 @@ class Syntax:
     end_tokens: tuple[str, ...] = ()
     inner_tokens: tuple[str, ...] = ()
     new_call_id: Callable[[str, int], str] = new_openai_id
-    known_call_id: Callable[[str, str, int], str] | None = None  # of id, name and number
+    known_call_id: Callable[[str, str, int], str] | None = None  # takes id, name and number
     shape: Callable[[Sequence[Message]], list[Message]] = list
     reasoning: ReasoningTags | None = None
     after_reasoning: str = ""
     answer_opening: str = ""
     efforts: Mapping[str, str] = field(default_factory=dict)
 
-    reads_reasoning = False  # True: `new_reader` reads the whole message, also where no tools are offered
+    reads_reasoning = False  # True: `new_reader` reads the whole message, even if no tools are offered
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class Syntax:
         return Tag(self.before.replace("NAME", json.dumps(name)[1:-1]), schema, self.after)
 
     def grammar(self, tools: ToolUse) -> StructuredOutput | None:
-        """Return the grammar that makes the model call as the request demands; None if that leaves it free.
+        """Return the grammar for the calls that the request demands; None if the request leaves the model free.
 
         Where no call is required, arguments still have to fit their schema if a function is strict.
         """
@@ -164,7 +164,7 @@ class Syntax:
         return for_programs(tagged_json(tags, triggers=[self.opening]))
 
     def function_tag(self, function: Function, *, is_free: bool = False) -> Tag:
-        """Return a call of this function as a grammar writes it; if `is_free`, only strict functions bind it."""
+        """Return a call of this function as a grammar writes it; if `is_free`, only strict functions are enforced."""
         if not isinstance(function, CustomTool):
             if is_free and not function.strict:
                 return self.tag(function.name, ANY_OBJECT)
@@ -196,7 +196,7 @@ class Syntax:
 
 
 def json_of(arguments: str | Mapping[str, Any]) -> str:
-    """Return the arguments of a call as JSON text."""
+    """Return a call's arguments as JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 

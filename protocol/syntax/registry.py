@@ -43,7 +43,7 @@ def template_has(*texts: str, without: tuple[str, ...] = ()) -> Callable[[str, C
 
 
 def _is_llama(template: str, special_tokens: Container[str]) -> bool:
-    if "<function=" in template:  # of Functionary's calls
+    if "<function=" in template:  # Functionary's calls
         return False
     return "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template)
 
@@ -144,7 +144,7 @@ KIMI_K2 = Syntax(
     new_call_id=lambda name, number: f"functions.{name}:{number}",
     known_call_id=lambda call_id, name, number: f"functions.{name}:{number}",
 )
-HERMES = Syntax(  # of Qwen 2.5 and 3, and many others
+HERMES = Syntax(  # Qwen 2.5 and 3, and many others
     name="hermes",
     matches=template_has("<tool_call>", without=("<arg_key>", "<function=", "<invoke name=")),
     opening="<tool_call>",

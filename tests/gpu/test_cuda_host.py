@@ -184,7 +184,7 @@ def test_kernels_go_to_a_private_folder_where_theirs_cannot_be_written(
         ensure_kernel_cache()
         private = Path(os.environ["TRITON_CACHE_DIR"])
         assert private.stat().st_mode & 0o777 == 0o700
-        assert "every start compiles them anew" in caplog.text
+        assert "every start compiles the kernels anew" in caplog.text
         monkeypatch.delenv(name)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(file / "below"))
     monkeypatch.setattr("tempfile.mkdtemp", _no_room)

@@ -115,7 +115,7 @@ class LLM(engine.frontend.llm.LLM):
         from protocol.body import validate
         from protocol.errors import ApiError
         from protocol.openai.chat import ChatCompletionRequest
-        from protocol.syntax.model_syntax import PROMPT_TAIL
+        from protocol.syntax.reasoning import PROMPT_TAIL
 
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         more: dict[str, Any] = {"tools": list(tools or ()), "chat_template_kwargs": dict(chat_template_kwargs or {})}

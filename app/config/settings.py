@@ -16,8 +16,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from app.config.setting_types import Keys, StringList, UserPath, is_secret
 from engine.errors import HeadraceError
-from protocol.syntax.model_syntax import ReasoningParser
-from protocol.syntax.registry import ToolParser
+from protocol.syntax.reasoning import ReasoningParser, ToolParser
 
 # -------------------------------------------------------------------------------------------------------- setting rules
 # The rules between settings. `Settings` checks each setting alone.

@@ -32,7 +32,7 @@ from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.generation import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY, TruncatedPrompt
-from protocol.syntax.model_syntax import PROMPT_TAIL
+from protocol.syntax.reasoning import PROMPT_TAIL
 from protocol.tools.unsupported import IgnoredParts
 
 if TYPE_CHECKING:

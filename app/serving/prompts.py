@@ -27,8 +27,8 @@ from protocol.openai.chat import ChatCompletionRequest, ChatMessage
 from protocol.openai.generation import GenerationRequest
 from protocol.responses.request import fit
 from protocol.syntax.history import content_text
-from protocol.syntax.model_syntax import ModelSyntax, ReasoningParser
-from protocol.syntax.registry import ToolParser
+from protocol.syntax.model_syntax import ModelSyntax
+from protocol.syntax.reasoning import ReasoningParser, ToolParser
 
 T = TypeVar("T")
 Dicts = list[dict[str, Any]]

@@ -290,10 +290,10 @@ class QuantizedLayer:
             return scaled_rows(_FP8[self._of(np.uint8, "weight")], scales, per_scale)[self.rows]
         if storage.kind == "nvfp4":
             packed = self._of(np.uint8, "weight_packed")
-            numbers = MXFP4_DOUBLED[np.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1)].reshape(rows, cols)
+            nibbles = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1)
             scales = from_bfloat16(_FP8[self._of(np.uint8, "weight_scale")])
             scales = scales / _floats(tensors["weight_global_scale"]).ravel() * np.float32(0.5)
-            return scaled_rows(numbers, scales, 16)[self.rows]
+            return scaled_rows(MXFP4_DOUBLED[nibbles].reshape(rows, cols), scales, 16)[self.rows]
         zero_points = tensors.get("weight_zero_point")
         if storage.kind == "int8":
             zeros = np.zeros((1, 1), np.int8) if zero_points is None else zero_points.reshape(scales.shape)

@@ -254,7 +254,7 @@ def _d_of_iq1_m(blocks: NDArray[np.uint8], _: int) -> NDArray[np.float32]:
 
 def _bits_of_iq1_m(blocks: NDArray[np.uint8]) -> NDArray[np.uint16]:
     words = _words(blocks, np.uint16, 48, 56)
-    return (words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(-1, 16)
+    return (words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(-1, 16).astype(np.uint16)
 
 
 _SERVED_AS: dict[str, tuple[str, Callable[[NDArray[np.uint8]], _Scales]]] = {

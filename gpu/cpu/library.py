@@ -9,6 +9,7 @@ and csrc/model.h, field by field: `PartStruct` is `headrace::Part`, and so on; `
 from __future__ import annotations
 
 import ctypes
+import logging
 import socket
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from engine.errors import RankLost
 from gpu.cpu.builds import BUILDS
 from gpu.host import processor_flags
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent  # has the builds; tests put their own here
 STOP_INTERVAL = 0.02  # seconds between two checks of whether a step was abandoned
@@ -260,8 +263,17 @@ def usable() -> Iterator[Library]:
 
 @cache
 def load_library() -> Library | None:
-    """Return the best usable build, or None."""
-    return next(usable(), None)
+    """Return the best usable build, or None.
+
+    Logs a warning if the build is older than its sources, which happens in a clone after `git pull`: a call with
+    other parameters would crash the process.
+    """
+    library = next(usable(), None)
+    if library is not None:
+        built_at = library.path.stat().st_mtime
+        if any(source.stat().st_mtime > built_at for source in (FOLDER / "csrc").glob("*")):
+            logger.warning("%s is older than its sources in %s: run make", library.path.name, FOLDER / "csrc")
+    return library
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling

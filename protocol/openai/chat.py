@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import structs
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -25,9 +25,11 @@ from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.structured import BEYOND_GRAMMARS, LEAVES_OUT
 from protocol.request_fields import RequestFields
 from protocol.syntax.message_parts import MessageFormat
-from protocol.syntax.model_syntax import ModelSyntax
 from protocol.tools.kinds import CustomTool, ToolUse
 from protocol.tools.unsupported import IgnoredParts, UnsupportedPart, types_of
+
+if TYPE_CHECKING:
+    from protocol.syntax.model_syntax import ModelSyntax  # needs the template engine
 
 # Variables of the template that chat_template_kwargs cannot set.
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,9 @@ from protocol.openai.logprobs import LogprobsWriter, PromptParts
 from protocol.openai.structured import StructuredOutputFields
 from protocol.request_fields import RequestFields, TokenIds
 from protocol.syntax.message_parts import MessageFormat, TokenBytes
-from protocol.syntax.model_syntax import ModelSyntax
+
+if TYPE_CHECKING:
+    from protocol.syntax.model_syntax import ModelSyntax  # needs the template engine
 
 NO_LIMIT = -1  # as max_tokens
 MAX_LOGPROBS_IN_ALL = 2**21  # per response; about 200 MB while it is made

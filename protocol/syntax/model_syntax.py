@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import structs
 
@@ -21,19 +21,14 @@ from engine.messages import StructuredOutput
 from protocol.chat_template import ChatTemplate
 from protocol.syntax.history import find_form, for_form, with_declaration
 from protocol.syntax.message_parts import MessageFormat
-from protocol.syntax.reasoning import BRACKETS, THINK, ReasoningTags, SpecialTags
+from protocol.syntax.reasoning import BRACKETS, THINK, ReasoningParser, ReasoningTags, SpecialTags, ToolParser
 from protocol.syntax.record import Message, Reading, Syntax
-from protocol.syntax.registry import DESCRIBED, SYNTAXES, ToolParser, syntax_of
+from protocol.syntax.registry import DESCRIBED, SYNTAXES, syntax_of
 from protocol.tools.kinds import ToolUse
 
 logger = logging.getLogger(__name__)
 
-ReasoningParser = Literal["auto", "think", "none"]
-
 _THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # if a client sets one, the others follow
-
-PROMPT_TAIL = 16
-"""Tokens at the end of a prompt that may open the reasoning."""
 
 
 class ModelSyntax:

@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.messages import SPECIAL_MARK
+
+_Json = Literal["hermes", "llama3", "mistral", "mistral_v11", "granite", "phi4_mini"]
+_Sections = Literal["deepseek_v3", "deepseek_v31", "kimi_k2"]
+_Parameters = Literal["qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"]
+ToolParser = Literal["auto", "harmony", _Json, _Sections, _Parameters, "gemma4", "lfm2", "pythonic", "none"]
+"""The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
+ReasoningParser = Literal["auto", "think", "none"]
+PROMPT_TAIL = 16
+"""Tokens at the end of a prompt that may open the reasoning."""
 
 # ----------------------------------------------------------------------------------------------------------------- tags
 # Tags in text that comes in pieces.

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from protocol.chat_template import Markup, Written
 from protocol.syntax.call_reader import Block, CallSink
@@ -24,12 +24,6 @@ from protocol.syntax.parameter_calls import Form, ParameterCalls
 from protocol.syntax.reasoning import ReasoningTags
 from protocol.syntax.record import Reading, Syntax, json_of
 from protocol.tools.kinds import Function
-
-_Json = Literal["hermes", "llama3", "mistral", "mistral_v11", "granite", "phi4_mini"]
-_Sections = Literal["deepseek_v3", "deepseek_v31", "kimi_k2"]
-_Parameters = Literal["qwen3_coder", "seed_oss", "glm", "minimax", "deepseek_v32", "deepseek_v4"]
-ToolParser = Literal["auto", "harmony", _Json, _Sections, _Parameters, "gemma4", "lfm2", "pythonic", "none"]
-"""The values of the setting `tool_parser`: the names of the records, `auto` and `none`."""
 
 _LFM2_TAGS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _MISTRAL_ID = 9  # characters

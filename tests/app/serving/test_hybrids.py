@@ -33,7 +33,12 @@ def test_checkpoints_are_shown_and_make_the_second_turn_short(tmp_path: Path) ->
     torch.manual_seed(0)
     Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=TEXT, vision_config=VISION)).save_pretrained(tmp_path)
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    settings = {"dtype": "float32", "device": "cpu", "state_checkpoint_interval": 64, "kv_cache_memory": "8MiB"}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "state_checkpoint_interval": 64,
+        "kv_cache_memory": "8MiB",
+    }
     with Server(
         model=str(tmp_path), max_num_seqs=4, max_model_len=512, admin_keys=KEY, engine="process", **settings
     ) as server:

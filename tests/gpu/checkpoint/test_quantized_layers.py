@@ -38,7 +38,8 @@ def write(path: Path, form: Format, *, config: dict[str, Any] | None = None) -> 
         json.dumps(CONFIG | sizes | {"head_dim": 64, "quantization_config": quantization})
     )
     open_model(str(embedded_gguf())).tokenizer.save(str(path / "tokenizer.json"))
-    tensors, meant = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    meant: dict[str, torch.Tensor] = {}
     for name, numbers in random_weights(SMALL).items():
         weight = torch.from_numpy(numbers) / 50
         if "_proj" in name and not (form.config.get("ignore") and "layers.1.mlp" in name):

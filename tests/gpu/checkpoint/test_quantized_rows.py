@@ -16,8 +16,8 @@ from tests.gpu.native_builds import needs_library
 
 LIBRARIES = list(usable())
 # Where the float16 scales of a block are, for types whose numbers are not served as they are.
-SCALES = {"Q3_K": 108, "IQ4_NL": 0, "IQ4_XS": 0, "IQ3_XXS": 0, "IQ3_S": 0, "IQ2_XXS": 0, "IQ2_XS": 0, "IQ2_S": 0}
-SCALES |= {"IQ1_S": 0, "IQ1_M": None, "TQ1_0": 52, "TQ2_0": 64}
+SCALES: dict[str, int | None] = {"Q3_K": 108, "IQ4_NL": 0, "IQ4_XS": 0, "IQ3_XXS": 0, "IQ3_S": 0, "IQ2_XXS": 0}
+SCALES |= {"IQ2_XS": 0, "IQ2_S": 0, "IQ1_S": 0, "IQ1_M": None, "TQ1_0": 52, "TQ2_0": 64}
 FORMS = {"Q3_K": K6, "IQ3_S": K6, "IQ4_NL": U8, "TQ1_0": U4, "TQ2_0": U4}  # of the others: S8
 SIZES = {each.name: each for each in TENSOR_TYPES}
 
@@ -111,4 +111,6 @@ def test_numbers_with_scales_are_held_exactly(bits: int, halves: bool, per_scale
 def test_scales_of_fewer_numbers_than_a_block_are_multiplied():
     numbers = np.arange(-48, 48, dtype=np.int8).reshape(2, 48)
     scales = np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], np.float32)
-    assert np.array_equal(scaled_rows(numbers, scales, 16), numbers * np.repeat(scales, 16, axis=1))
+    found = scaled_rows(numbers, scales, 16)
+    assert isinstance(found, np.ndarray)
+    assert np.array_equal(found, numbers * np.repeat(scales, 16, axis=1))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gpu.cpu.library import usable
+import gpu.cpu.library
+from gpu.cpu.library import built, usable
 from tests.gpu.native_builds import needs_library
 from tests.selection import slow_except
 
@@ -175,3 +177,22 @@ def test_the_suite_can_run_with_the_builds_of_an_older_processor(tmp_path: Path)
         "_kernels_avx2.cpython-311.so",
     }
     assert {path.name for path in tmp_path.iterdir()} == names, "all are back"
+
+
+def test_a_build_older_than_its_sources_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in built().values():
+        shutil.copy2(path, tmp_path)
+    (tmp_path / "csrc").mkdir()
+    source = tmp_path / "csrc" / "matrix.cpp"
+    source.touch()
+    monkeypatch.setattr(gpu.cpu.library, "FOLDER", tmp_path)
+    for seconds_older, num_warnings in ((60, 1), (-60, 0)):
+        caplog.clear()
+        for path in tmp_path.glob("*.so"):
+            os.utime(path, (0, source.stat().st_mtime - seconds_older))
+        loaded = gpu.cpu.library.load_library.__wrapped__()
+        assert loaded is not None
+        warning = f"{loaded.path.name} is older than its sources in {tmp_path / 'csrc'}: run make"
+        assert caplog.messages == [warning] * num_warnings

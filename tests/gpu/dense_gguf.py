@@ -50,8 +50,8 @@ def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False, k
         for old, new in RENAMED.items():
             in_hf = in_hf.replace(old, new)
         if ".experts." in in_hf:
-            stem, kind = in_hf.split(".experts.")
-            experts.setdefault(f"{stem}.experts.{kind.split('.', 1)[1]}", []).append(values)
+            stem, expert = in_hf.split(".experts.")
+            experts.setdefault(f"{stem}.experts.{expert.split('.', 1)[1]}", []).append(values)
         else:
             quantized = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
             values = gguf.quants.quantize(values.squeeze() if squeezed else values, quantized)

@@ -231,7 +231,7 @@ GLM = replace(
     name="GlmForCausalLM",
     model_type="glm",
     gguf=None,
-    nullable=frozenset({"head_dim", "num_key_value_heads"}),
+    nullable=frozenset({"num_key_value_heads"}),
     layer=_glm_layer,
 )
 

@@ -213,7 +213,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a normalizer that multiplies": (
         with_steps(normalizer=[replacing("q", "q" * 65_536)] * 3),
-        ["normalizer Replace", "65,536 characters", "up to 64"],
+        ["normalizer Replace", "65,536 characters", "limit 64"],
     ),
     "a normalizer that doubles": (
         with_steps(normalizer=[replacing("l", "ll")] * 34),

@@ -51,9 +51,9 @@ def test_a_tensor_that_comes_twice_is_named(checkpoint):
 
 
 def test_all_faults_are_told_at_once_and_long_lists_are_cut(checkpoint):
-    strangers = [(f"visual.blocks.{i}", torch.zeros(1)) for i in range(100)]
+    strangers = [(f"adapter.blocks.{i}", torch.zeros(1)) for i in range(100)]
     del checkpoint["model.embed_tokens.weight"]
-    message = r"1 missing: model\.embed_tokens\.weight; 100 with no place: 'visual\.blocks\.0', .* and 92 more\. Fetch"
+    message = r"1 missing: model\.embed_tokens\.weight; 100 with no place: 'adapter\.blocks\.0', .* and 92 more\. Fetch"
     with pytest.raises(ModelError, match=message):
         load([*checkpoint.items(), *strangers])
 

@@ -49,7 +49,7 @@ WINDOWS = [SLIDING, SLIDING, FULL, SLIDING]
 
 
 def longrope(original: int, pairs: int) -> dict[str, Any]:
-    """For contexts of up to 512 tokens: those of the tests are long if `original` is short."""
+    """Rotation for contexts of up to 512 tokens. The tests' prompts are long if `original` is short."""
     return {
         "rope_type": "longrope",
         "rope_theta": 500.0,

@@ -147,7 +147,7 @@ def test_tenants_do_not_share_and_a_reload_changes_the_limit_at_once() -> None:
 
 @given(strategies.integers(0, 2**32), strategies.integers(1, 500))
 def test_no_minute_admits_more_than_two_limits_and_long_runs_keep_the_rate(seed: int, limit: int) -> None:
-    """A full bucket and what comes back within the minute; and whoever comes back when told is admitted."""
+    """At most a full bucket and its refill are admitted in a minute; a retry after `Retry-After` always is."""
     limited, draw = Limited(tokens=limit), random.Random(seed)
     taken: list[tuple[float, int]] = []
     begin = limited.clock.now

@@ -22,20 +22,20 @@ KEY = "sk-page"
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Server]:
-    """With keys, for two pages."""
+    """A server with keys, for two pages."""
     with tiny_server(allowed_origins=f'["{PAGE}", "app://desktop"]', api_keys=KEY, admin_keys="sk-admin") as server:
         yield server.wait_ready()
 
 
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Server]:
-    """Without keys, on a loopback address."""
+    """A server without keys, on a loopback address."""
     with tiny_server(allowed_origins=PAGE) as server:
         yield server.wait_ready()
 
 
 def preflight(server: Server, origin: str, path: str = CHAT, headers: str = HEADERS) -> httpx.Response:
-    """What a browser asks before it sends a page's request: no key, no body."""
+    """The request that a browser makes before it sends a page's request: no key, no body."""
     asked = {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": headers}
     return server.client.options(path, headers={**asked, "sec-fetch-mode": "cors", "sec-fetch-site": "cross-site"})
 
@@ -48,7 +48,7 @@ def send(server: Server, origin: str, path: str = CHAT, *, key: str | None = KEY
 
 
 def readable(answer: httpx.Response, origin: str = PAGE) -> bool:
-    """Whether a browser hands the answer and its headers to the page."""
+    """Return True if a browser hands the answer and its headers to the page."""
     allowed = answer.headers.get("access-control-allow-origin")
     return allowed == origin and answer.headers["access-control-expose-headers"] == "*"
 

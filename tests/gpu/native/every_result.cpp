@@ -57,7 +57,8 @@ struct Kind {
 const Kind kKinds[] = {
     {"Q4_0", kU4, 2, 18, 32, {0}},        {"Q4_1", kU4, 3, 20, 32, {0, 2}},     {"Q5_0", kU5, 6, 22, 32, {0}},
     {"Q5_1", kU5, 7, 24, 32, {0, 2}},     {"Q8_0", kU8, 8, 34, 32, {0}},        {"Q4_K", kK4, 12, 144, 256, {0, 2}},
-    {"Q5_K", kK5, 13, 176, 256, {0, 2}},  {"Q6_K", kK6, 14, 210, 256, {208}},
+    {"Q5_K", kK5, 13, 176, 256, {0, 2}},  {"Q6_K", kK6, 14, 210, 256, {208}}, {"S8", kS8, 1000, 40, 32, {}},
+    {"S16", kS16, 1001, 68, 32, {}},
 };
 
 Matrix of_blocks(const Kind& kind, int rows, int cols) {
@@ -69,6 +70,15 @@ Matrix of_blocks(const Kind& kind, int rows, int cols) {
         for (int half : kind.halves) {
             uint16_t scale = f32_to_f16(uniform() * 0.01f);
             std::memcpy(&file[at + half], &scale, 2);
+        }
+    if (kind.form == kS8 || kind.form == kS16)
+        for (size_t at = 0; at < file.size(); at += kind.bytes) {
+            float scale[2] = {uniform() * 0.01f, uniform() * 0.01f};
+            std::memcpy(&file[at], scale, kind.form == kS8 ? 8 : 4);
+            for (int k = 0; kind.form == kS16 && k < 32; k++) {  // whatever is a number of bfloat16
+                uint16_t number = to_bf16(uniform());
+                std::memcpy(&file[at + 4 + 2 * k], &number, 2);
+            }
         }
     hr_pack_blocks(&made, kind.type, file.data(), (int64_t)blocks * kind.bytes, 0, rows, 1);
     return made;
@@ -100,7 +110,7 @@ void products(void* engine, const char* name, const Matrix& w) {
 constexpr int kHidden = 96, kInner = 128, kVocabulary = 112, kDim = 48, kQuery = 6, kKV = 2, kBlocks = 8, kBlockSize = 24;
 
 void passes(void* engine, int window) {
-    std::vector<float> norms = floats(1024), angles = floats(2 * 256 * kDim / 2);
+    std::vector<float> norms = floats(1024), scales(256, 0.7f), angles = floats(2 * 256 * kDim / 2);
     hr_layer layers[2];
     const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f, window ? 2.0f : 0.0f, window ? norms.data() + 600 : nullptr};
     std::vector<uint16_t> caches[2];
@@ -112,7 +122,7 @@ void passes(void* engine, int window) {
                      norms.data(), norms.data() + 100, norms.data() + 200, norms.data() + 800, norms.data() + 900,
                      window ? norms.data() + 400 : nullptr, window ? norms.data() + 500 : nullptr,
                      window ? nullptr : norms.data() + 700, nullptr, angles.data(), angles.data() + angles.size() / 2,
-                     caches[i].data(), 0, heads};
+                     window ? nullptr : scales.data(), caches[i].data(), 0, 0, heads};
     }
     const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
                          window ? 3.0f : 1.0f, window != 0, window != 0};

@@ -32,7 +32,7 @@ from gpu.sampling.columns import EVERY
 from gpu.sampling.logits import SparseBias, logits_mask
 
 
-class ModelInputs(NamedTuple):
+class DeviceInputs(NamedTuple):
     """The first arguments of `gpu.models.CausalLM.forward`: T tokens, one request after the other."""
 
     input_ids: torch.Tensor  # int64 [T]
@@ -55,7 +55,7 @@ def model_inputs(
     shape: StepShape | None = None,
     *,
     all_decode: bool = False,
-) -> ModelInputs:
+) -> DeviceInputs:
     """Return the inputs of the step in the tables. Requests and tokens beyond the step's own are padding.
 
     A graph has no `shape`: the step is known to the device alone. With `all_decode` every request has one token and
@@ -72,7 +72,7 @@ def model_inputs(
         query_lens_list=query_lens,
         seq_lens_list=[] if shape is None else shape.seq_lens.tolist(),
     )
-    return ModelInputs(input_ids, positions, metadata)
+    return DeviceInputs(input_ids, positions, metadata)
 
 
 def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> Samples:

@@ -106,13 +106,7 @@ def load_model(
     library = library_for(config, options, device)
     check_weights_fit(spec, free_memory(device), 4 if library is not None else _torch_bits(config, options, device))
     check_quantization(options, library, device)
-    if spec.state_bytes and device != "cpu":
-        raise ConfigError(
-            "device",
-            device,
-            allowed="models with states (gated delta nets) run on the CPU only",
-            hint="device=cpu works",
-        )
+    check_device(spec, device)
     if library is not None:
         return CPUCausalLM(
             library,
@@ -153,6 +147,12 @@ def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Lib
     if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
         return None
     return load_library() if CPUCausalLM.supports(config) else None
+
+
+def check_device(spec: DecoderSpec, device: str) -> None:
+    """Raise ConfigError if nothing computes this model on the device."""
+    if spec.state_bytes and device != "cpu":
+        raise ConfigError("device", device, allowed="models with states run on the CPU only", hint="device=cpu works")
 
 
 def check_quantization(options: WorkerOptions, library: Library | None, device: str) -> None:

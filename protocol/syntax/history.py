@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import HeadraceError
 from protocol.chat_template import ChatTemplate, Written, segments_text
@@ -25,7 +25,8 @@ class TemplateForm:
     """The things that a chat template shows: declarations of tools, calls and results, several calls of a message.
 
     With `text_arguments` it shows the arguments of calls if they are JSON text instead of an object. With `splits_text`
-    the text of a message with calls has to be a message of its own.
+    the text of a message with calls has to be a message of its own. `thoughts` says where it looks for reasoning
+    instead of the usual fields: in the field `thinking` (LFM2.5), or in a part of the content (Mistral).
     """
 
     declares_tools: bool = False
@@ -33,12 +34,21 @@ class TemplateForm:
     takes_several: bool = False
     text_arguments: bool = False
     splits_text: bool = False
+    thoughts: Literal["", "field", "part"] = ""
+
+
+_THOUGHTS = ("reasoning", "reasoning_content")  # names under which every message has its reasoning
 
 
 def find_form(template: ChatTemplate, syntax: Syntax) -> TemplateForm:
     """Return the form of a template with this syntax, after rendering a few short conversations."""
     function = Function(name=_word(), description="Answers", parameters={"type": "object", "properties": {}})
     user: Message = {"role": "user", "content": "Hello"}
+
+    def show_thought(form: TemplateForm) -> bool:
+        turn: Message = {"role": "assistant", "content": "Done", **dict.fromkeys(_THOUGHTS, thought := _word())}
+        prompt = _rendered(template, for_form([user, turn], form, syntax), function) or ""
+        return thought in prompt and not any(quote + thought in prompt for quote in "'\"")  # a part as Python prints it
 
     def show(form: TemplateForm, text: str = "", *, num_calls: int = 1) -> bool:
         """Return True if the template shows calls, results and this text in a conversation for `form`."""
@@ -61,6 +71,8 @@ def find_form(template: ChatTemplate, syntax: Syntax) -> TemplateForm:
 
     declared = _rendered(template, [user], function)
     form = TemplateForm(declares_tools=declared is not None and function.name in declared)
+    kinds = [replace(form, thoughts=kind) for kind in ("", "field", "part")]
+    form = next(filter(show_thought, kinds), form)
     for text_arguments in (False, True):
         shown = replace(form, shows_calls=True, takes_several=True, text_arguments=text_arguments)
         if show(shown):
@@ -83,7 +95,11 @@ def _rendered(template: ChatTemplate, messages: Sequence[Message], function: Fun
 
 def for_form(messages: Sequence[Message], form: TemplateForm, syntax: Syntax) -> list[Message]:
     """Return the conversation in the form that a template shows completely."""
-    messages = with_known_ids(syntax.shape(messages), syntax)
+    shaped = _with_calls(with_known_ids(syntax.shape(messages), syntax), form, syntax)
+    return [_with_thought(message, form) for message in shaped] if form.thoughts else shaped
+
+
+def _with_calls(messages: list[Message], form: TemplateForm, syntax: Syntax) -> list[Message]:
     if not form.shows_calls:
         return [_as_text(message, syntax) for message in messages]
     if form.splits_text:
@@ -169,6 +185,15 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
         else message
         for message in messages
     ]
+
+
+def _with_thought(message: Message, form: TemplateForm) -> Message:
+    if (thought := message.get("reasoning")) is None:
+        return message
+    if form.thoughts == "field":
+        return {**message, "thinking": thought}
+    text = {"type": "text", "text": content_text(message["content"])}
+    return {**message, "content": [{"type": "thinking", "thinking": thought}, text]}
 
 
 def _as_text(message: Message, syntax: Syntax) -> Message:

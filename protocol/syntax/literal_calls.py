@@ -10,7 +10,7 @@ from collections.abc import Container
 from protocol.syntax.call_reader import Block, BlockState, CallSink
 from protocol.syntax.json_calls import CallObject, NamedCall
 from protocol.syntax.json_scanner import JsonScanner
-from protocol.syntax.parameter_calls import json_value
+from protocol.syntax.parameter_calls import json_value, python_tree
 from protocol.syntax.reasoning import unfinished_tag
 from protocol.syntax.record import Reading
 
@@ -144,10 +144,12 @@ class PythonCalls:
 def _json_of_code(code: str) -> str | None:
     """Return the named arguments of a call in Python as JSON; None if they are none."""
     try:
-        call = ast.parse(code, mode="eval").body
+        call = python_tree(code)
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return None if "" in values else json.dumps(values, ensure_ascii=False, allow_nan=False)
+        if "" in values or len(values) < len(call.keywords):  # a name twice would lose a value
+            return None
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None

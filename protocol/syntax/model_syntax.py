@@ -62,7 +62,9 @@ class ModelSyntax:
         self._reasoning_tokens = {
             token: token_id for token, token_id in special_tokens.items() if any(token in tag for tag in tags)
         }
-        self._knows_no_effort = re.search(r"""(['"])none\1""", template.source) is not None
+        efforts = {effort for _, effort in re.findall(r"""(['"])(none|medium|high)\1""", template.source)}
+        self._knows_no_effort = "none" in efforts
+        self._usual_effort = "high" if self._knows_no_effort or efforts == {"high"} else "medium"
         if self._is_unknown and tool_parser == "auto":
             logger.warning(
                 "The chat template of %s writes tool calls in a syntax that is not known here: calls that the model "
@@ -109,7 +111,7 @@ class ModelSyntax:
         effort = given.get("reasoning_effort")
         thinks = given.get("enable_thinking", given.get("thinking", None if effort is None else effort != "none"))
         if effort is None and thinks is not None and (thinks or self._knows_no_effort or self._syntax.efforts):
-            effort = ("high" if self._knows_no_effort else "medium") if thinks else "none"
+            effort = self._usual_effort if thinks else "none"
         effort = self._syntax.efforts.get(effort, effort) if isinstance(effort, str) else effort
         same = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
         read = {name: value for name, value in same.items() if value is not None and name in self._variables}

@@ -19,6 +19,7 @@ import ast
 import enum
 import json
 import re
+import warnings
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -232,11 +233,17 @@ def json_value(text: str, types: Set[str] = _ANY) -> str:
             return stripped
     if types & {"object", "array"}:
         try:
-            value = ast.literal_eval(stripped)
+            value = ast.literal_eval(python_tree(stripped))
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             pass
     return _quoted(text)
+
+
+def python_tree(code: str) -> ast.expr:
+    """Return a parsed expression, without Python's warnings of unknown escapes in it. Raises as `ast.parse`."""
+    with warnings.catch_warnings(action="ignore"):
+        return ast.parse(code, mode="eval").body
 
 
 def _refuse(name: str) -> None:

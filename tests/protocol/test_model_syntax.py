@@ -284,6 +284,25 @@ def test_every_call_result_and_text_of_a_history_is_in_the_prompt(template):
     assert '"name": "weather", "description": "It rains?"' in text
 
 
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "{{ m.reasoning_content }}",
+        "{% if m.thinking is defined %}{{ m.thinking }}{% endif %}",
+        "{% if m.content is not string %}{{ m.content[0].thinking }}{% endif %}",
+    ],
+)
+def test_reasoning_of_earlier_turns_is_given_where_the_template_looks_for_it(thought):
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + thought + "{% endif %}"
+        "{{ m.content if m.content is string else m.content[-1].text }}{% endfor %}</think>",
+        {},
+    )
+    turn = {"role": "assistant", "content": "Rain.", "reasoning": "I guess.", "reasoning_content": "I guess."}
+    messages, _ = ModelSyntax(template, {}).for_template([CONVERSATION[0], turn], None)
+    assert segments_text(template.render(messages)) == "Weather?I guess.Rain.</think>"
+
+
 def test_results_follow_their_calls_where_a_message_has_one_call():
     shaped, _ = syntax_of(FORMS["one call"]).for_template(SEVERAL, None)
     assert [(m["content"], len(m.get("tool_calls", ()))) for m in shaped[1:5]] == [

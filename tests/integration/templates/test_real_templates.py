@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from random import Random
@@ -70,6 +71,8 @@ LOST = {
 }
 REFUSED = {"fireworks-ai-llama-3-firefunction-v2", "google-gemma-2-2b-it"}  # needs a variable; knows no system message
 
+HIDES_THOUGHTS = {"Apriel-1.6-15b-Thinker-fixed"}  # shows those of a last message
+
 WEATHER = Function(name="get_weather", description="Says it.", parameters={"type": "object", "properties": {}})
 TIME = Function(name="get_time", description="Says it.", parameters={"type": "object", "properties": {}})
 HISTORY: list[dict[str, Any]] = [
@@ -100,10 +103,12 @@ WORDS = [
 ]
 
 
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text()
+
+
 def template(name: str, control_tokens: tuple[str, ...] = ()) -> ChatTemplate:
-    found = ChatTemplate(
-        (FOLDER / f"{name}.jinja").read_text(), {"bos_token": "<s>", "eos_token": "</s>"}, control_tokens
-    )
+    found = ChatTemplate(source(name), {"bos_token": "<s>", "eos_token": "</s>"}, control_tokens)
     found.find_content_form(name)
     return found
 
@@ -131,6 +136,22 @@ def test_every_call_result_and_text_of_a_history_is_in_the_prompt(name: str) -> 
     messages, tools = syntax.for_template(HISTORY, ToolUse(functions=(WEATHER, TIME)))
     text = segments_text(chat_template.render(messages, tools=tools))
     assert {word for word in WORDS if word not in text} == LOST.get(name, set())
+
+
+WITH_THOUGHTS = [name for name in NAMES if re.search(r"reasoning_content|message\.thinking|'thinking'", source(name))]
+
+
+@pytest.mark.parametrize("name", WITH_THOUGHTS)
+def test_the_reasoning_of_the_turn_that_goes_on_is_in_the_prompt(name: str) -> None:
+    chat_template = template(name)
+    syntax = ModelSyntax(chat_template, {}, name=name)
+    thought = dict.fromkeys(("reasoning", "reasoning_content"), "Sunny, I guess.")
+    messages = [*HISTORY[:-2], {**HISTORY[-2], **thought}, HISTORY[-1]]
+    shown, tools = syntax.for_template(messages, ToolUse(functions=(WEATHER, TIME)))
+    variables = syntax.thinking_variables({"enable_thinking": True})
+    text = segments_text(chat_template.render(shown, tools=tools, variables=variables))
+    assert text.count("Sunny, I guess.") == (name not in HIDES_THOUGHTS)
+    assert "'thinking'" not in text
 
 
 GPT_OSS = "openai-gpt-oss-120b"
@@ -167,16 +188,17 @@ def test_gpt_oss_shows_three_turns_as_the_model_wrote_them() -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_ten_thousand_cuttings_of_constructed_answers_are_read_alike(part: int) -> None:
-    for number in range(part, 1000, 4):
+def test_constructed_answers_of_gpt_oss_are_read_the_same_however_they_are_cut(part: int) -> None:
+    for number in range(part, 1000, 4):  # by hand with 10 cuttings each
         text, parts = harmony.constructed(number)
         whole = harmony.read(text)
         assert whole[0] == harmony.plain(parts)
-        for seed in range(10):
+        for seed in range(2):
             assert harmony.read(text, random=Random(10_000 * number + seed)) == whole
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_two_thousand_cuttings_of_answers_of_every_family_are_read_alike(name: str) -> None:
-    families.check_constructed(name, seeds=range(1000, 1220), num_cuttings=10)
-    families.check_damaged(name, seeds=range(1000, 1400))
+def test_answers_of_every_family_are_read_the_same_however_they_are_cut(name: str) -> None:
+    # By hand: 500 answers with 20 cuttings each, and 10,000 damaged ones, of every family.
+    families.check_constructed(name, seeds=range(500), num_cuttings=1)
+    families.check_damaged(name, seeds=range(1000, 1500))

@@ -21,8 +21,8 @@ from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.graphs import LARGEST, CudaGraphs, Graphs, Kind, StepGraphs, agreed
 from gpu.device.inputs import (
     DeviceHiddenStates,
+    DeviceInputs,
     DeviceSampler,
-    ModelInputs,
     SamplingFeatures,
     logprob_entries,
     model_inputs,
@@ -178,7 +178,7 @@ class DeviceRunner:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)
 
-    def _forward(self, inputs: ModelInputs, check: Callable[[], None] | None) -> torch.Tensor:
+    def _forward(self, inputs: DeviceInputs, check: Callable[[], None] | None) -> torch.Tensor:
         return self._model.forward(*inputs, self.kv_caches, check)
 
 

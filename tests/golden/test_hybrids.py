@@ -15,15 +15,15 @@ from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3NextConfig
 
 from app.config.settings import Settings
 from app.serving.loading import core_factory, open_files
-from engine.core.core import EngineCore
 from engine.errors import ConfigError
 from engine.messages import EngineCoreRequest
-from tests.engine.helpers import byte_level_tokenizer, make_request
+from tests.engine.helpers import byte_level_tokenizer
 from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
+from tests.golden.test_small_models import BLOCK_SIZE, VOCAB, Pair, ask, prompt
 
 BOUND, NEAR_TIE = 5e-3, 1e-3
-VOCAB, BLOCK_SIZE, MAX_MODEL_LEN = 271, 4, 192
+MAX_MODEL_LEN = 192
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -63,7 +63,6 @@ MODELS: dict[str, tuple[type[transformers.PreTrainedModel], Any]] = {
         ),
     ),
 }
-Pair = tuple[Oracle, EngineCore]
 
 
 def settings_of(directory: object, **options: Any) -> Settings:
@@ -126,15 +125,6 @@ def pair(directory) -> Iterator[Pair]:
     core = core_factory(settings, open_files(settings, None))()
     yield oracle, core
     core.shutdown()
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def ask(name: str, tokens: list[int], max_tokens: int = 12, **sampling: Any) -> EngineCoreRequest:
-    asked = {"seed": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
-    return make_request(tokens, name, **asked | sampling)
 
 
 def assert_agrees(oracle: Oracle, story: Story, *requests: EngineCoreRequest) -> None:

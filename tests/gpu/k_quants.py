@@ -10,11 +10,16 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.gpu import grid_quants
+
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""The types that current files have most, which the C++ library keeps packed."""
 
 
 def quantize(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
-    """[rows, cols] -> [rows, bytes of a row], for any of KINDS, and the plain types."""
+    """[rows, cols] -> [rows, bytes of a row], for any type."""
+    if kind in grid_quants.KINDS:
+        return grid_quants.quantize(values, kind)
     if not kind.endswith("_K"):
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     blocks = values.reshape(-1, 256)

@@ -12,10 +12,9 @@ import httpx
 import pytest
 
 from tests.support.harness import Server
-from tests.support.raw_client import RawClient
+from tests.support.tenants import COMPLETIONS, ask, connect, tenant_server
 from tests.support.tiny_model import CONTEXT, tiny_server
 
-COMPLETIONS = "/v1/completions"
 SLOTS, PLACES, TIMELINES = 2, 12, 10
 RESERVE = 2  # of the places, for each of three tenants
 FILE = """
@@ -33,24 +32,9 @@ priority_over_others = true
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = tmp_path_factory.mktemp("fair") / "tenants.toml"
-    path.write_text(FILE)
     settings: dict[str, Any] = {"max_num_seqs": SLOTS, "max_queued_requests": PLACES, "timeline_size": TIMELINES}
-    with tiny_server(api_keys_file=path, **settings) as running:
-        running.client.headers["authorization"] = "Bearer guest"
-        yield running.wait_ready()
-
-
-def ask(server: Server, key: str, *, request_id: str = "", **fields: Any) -> httpx.Response:
-    body = {"prompt": "Hi", "max_tokens": 1, "ignore_eos": True, **fields}
-    return server.post(COMPLETIONS, body, **{"authorization": f"Bearer {key}", "x-request-id": request_id})
-
-
-def connect(server: Server, stack: ExitStack, key: str, **fields: Any) -> RawClient:
-    """A request of a tenant on a connection of its own, sent and not waited for."""
-    client = stack.enter_context(server.connect())
-    client.post(COMPLETIONS, {"prompt": "Hi", "ignore_eos": True, **fields}, {"authorization": f"Bearer {key}"})
-    return client
+    with tenant_server(tiny_server, tmp_path_factory.mktemp("fair"), FILE, "guest", **settings) as running:
+        yield running
 
 
 def served_of_sixty(server: Server, *askers: tuple[str, int]) -> Counter[str]:

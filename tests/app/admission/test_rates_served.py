@@ -5,16 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
 from app.admission.tenants import Tenants
 from app.config.settings import Settings, SettingsError
 from tests.support.harness import Server
+from tests.support.tenants import ask, tenant_server
 from tests.support.tiny_model import deployed_tiny_server
 
 FILE = """
@@ -35,16 +34,9 @@ WORDS = "x-ratelimit-"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    file = tmp_path / "tenants.toml"
-    file.write_text(FILE)
-    with deployed_tiny_server(api_keys_file=file, data_parallel_size=2, max_model_len=4096) as running:
-        running.client.headers["authorization"] = "Bearer free"
-        yield running.wait_ready()
-
-
-def ask(server: Server, key: str, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
-    body = {"prompt": "Hi", "max_tokens": 1, "ignore_eos": True} | fields
-    return server.post(path, body, authorization=f"Bearer {key}")
+    settings = {"data_parallel_size": 2, "max_model_len": 4096}
+    with tenant_server(deployed_tiny_server, tmp_path, FILE, "free", **settings) as running:
+        yield running
 
 
 def test_limits_hold_over_all_engines_and_are_told_in_headers(server: Server) -> None:

@@ -15,10 +15,10 @@ from pydantic import SecretStr
 from app.admission.tenants import Tenants
 from app.config.settings import Settings, SettingsError
 from tests.support.harness import Server
-from tests.support.raw_client import RawClient, sse_events
+from tests.support.raw_client import sse_events
+from tests.support.tenants import COMPLETIONS, ask, connect, tenant_server
 from tests.support.tiny_model import CONTEXT, deployed_tiny_server, tiny_server
 
-COMPLETIONS = "/v1/completions"
 FILE = """
 [tenants.flood]
 keys = ["flood-secret-1", "flood-secret-2"]
@@ -38,26 +38,11 @@ SLOTS = 3
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
-    path.write_text(FILE)
     # Under the shipped configuration, where the process that was started is the one that serves and gets signals.
     settings: dict[str, Any] = {"api_keys": "environment-secret", "max_num_seqs": SLOTS, "max_model_len": CONTEXT}
-    with deployed_tiny_server(api_keys_file=path, kv_cache_memory="16MiB", **settings) as running:
-        running.client.headers["authorization"] = "Bearer environment-secret"
-        yield running.wait_ready()
-
-
-def ask(server: Server, key: str, **fields: Any) -> Any:
-    body = {"prompt": "Hi", "max_tokens": 1, "ignore_eos": True, **fields}
-    return server.post(COMPLETIONS, body, authorization=f"Bearer {key}")
-
-
-def connect(server: Server, stack: ExitStack, key: str, **fields: Any) -> RawClient:
-    """A request of a tenant on a connection of its own, sent and not waited for."""
-    client = stack.enter_context(server.connect())
-    body = {"prompt": "Hi", "ignore_eos": True, "temperature": 0, **fields}
-    client.post(COMPLETIONS, body, {"authorization": f"Bearer {key}"})
-    return client
+    folder, key = tmp_path_factory.mktemp("tenants"), "environment-secret"
+    with tenant_server(deployed_tiny_server, folder, FILE, key, kv_cache_memory="16MiB", **settings) as running:
+        yield running
 
 
 def test_every_key_of_every_source_opens_the_door_and_no_other_does(server: Server) -> None:

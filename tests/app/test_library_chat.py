@@ -51,6 +51,7 @@ def served(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dic
     return answer.json()
 
 
+@pytest.mark.slow
 def test_one_conversation_and_a_batch_get_the_answers_of_the_server(llm: LLM, server: Server) -> None:
     expected = [served(server, each) for each in CONVERSATIONS]
     answers = llm.chat(CONVERSATIONS, GREEDY)
@@ -112,6 +113,7 @@ def test_what_cannot_be_answered_is_named(llm: LLM, messages: list[dict[str, Any
     assert refused.value.param in (param, "prompt")
 
 
+@pytest.mark.slow
 def test_vectors_are_those_of_the_server(llm: LLM, server: Server) -> None:
     texts = ["The sea is", "The capital of France is Paris.", "One, two, three"]
     answer = server.post("/v1/embeddings", {"input": texts}).json()
@@ -154,6 +156,7 @@ def test_threads_and_running_event_loops_may_chat(llm: LLM) -> None:
     assert asyncio.run(inside()) == expected[0]
 
 
+@pytest.mark.slow
 def test_a_file_replaces_the_template(tmp_path: Path) -> None:
     template = tmp_path / "shout.jinja"
     template.write_text("{% for m in messages %}{{ m.content | upper }}{{ suffix }}{% endfor %}")

@@ -286,6 +286,7 @@ def lines_run(work: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_work_is_linear_in_the_text_whatever_the_stop_strings_say(seed: int) -> None:
     """Stop strings that are nearly there all the time, and the same text four times as long."""

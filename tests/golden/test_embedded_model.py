@@ -29,6 +29,7 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = NUM_TOKENS) -
     return [result.choices[0].token_ids for result in llm.generate(prompts, sampling)]
 
 
+@pytest.mark.slow
 def test_no_token_is_so_close_a_call_that_rounding_could_decide_it(smollm2_oracle, prompts, expected):
     """What makes equality a fair demand of the tests below; and generate() agrees with itself without its cache."""
     for prompt, output in zip(prompts, expected, strict=True):
@@ -46,6 +47,7 @@ def test_all_prompts_at_once_say_what_transformers_says_for_twice_as_many_tokens
         smollm2_oracle.assert_says(prompt, ours, expected)
 
 
+@pytest.mark.slow
 def test_all_prompts_at_once_and_again_from_the_cache_say_what_transformers_says(
     smollm2, smollm2_oracle, prompts, expected
 ):
@@ -70,6 +72,7 @@ def test_each_prompt_alone_says_what_transformers_says(smollm2, smollm2_oracle, 
     assert max(len(plan) for plan in plans_of(llm.core)) == 1
 
 
+@pytest.mark.slow
 def test_small_chunks_few_slots_and_few_blocks_change_no_token(smollm2, smollm2_oracle, prompts, expected):
     llm = fresh_llm(smollm2, num_blocks=20, max_model_len=320, max_num_seqs=7, max_num_batched_tokens=13)
     for prompt, ours, theirs in zip(prompts, generate(llm, prompts), expected, strict=True):

@@ -49,6 +49,7 @@ def endings(smollm2: LLM, prompt: list[int]) -> dict[str, Completion]:
     return {kind: result.choices[0] for kind, result in zip(ENDINGS, results, strict=True)}
 
 
+@pytest.mark.slow
 def test_eos_ends_a_generation_and_is_counted_but_not_shown(endings, smollm2_oracle: Oracle, prompt, eos):
     completion = endings["eos"]
     assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, None)
@@ -136,6 +137,7 @@ def crowd(smollm2: LLM, prompt: list[int]) -> list[Completion]:
     return [result.choices[0] for result in results]
 
 
+@pytest.mark.slow
 def test_a_seed_says_the_same_alone_and_among_sixteen_others(smollm2: LLM, prompt, crowd):
     alone, other = (fresh_llm(smollm2).generate([prompt], drawn(seed))[0] for seed in (SEED, SEED + 1))
     assert crowd[7].token_ids == alone.choices[0].token_ids

@@ -139,6 +139,7 @@ def assert_agrees(oracle: Oracle, story: Story, *requests: EngineCoreRequest) ->
                 assert entry.token_id == row.argmax()
 
 
+@pytest.mark.slow
 def test_a_prefill_and_its_decodes(pair: Pair):
     oracle, core = pair
     core = fresh_core(core)
@@ -155,6 +156,7 @@ def test_a_prefill_in_chunks(pair: Pair):
     assert_agrees(oracle, story, request)
 
 
+@pytest.mark.slow
 def test_a_request_begins_from_the_last_checkpoint_of_its_prefix(pair: Pair):
     oracle, core = pair
     core = fresh_core(core, max_num_batched_tokens=16)

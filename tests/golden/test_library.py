@@ -43,6 +43,7 @@ def test_what_is_left_open_is_sampled_as_the_models_authors_recommend() -> None:
     assert neutral == SamplingParams()
 
 
+@pytest.mark.slow
 def test_after_interrupts_every_answer_is_that_of_a_new_object() -> None:
     """The interrupt may also come inside the C library, which calls the abort check now and then."""
     llm, draw = LLM("smollm2-135m-instruct", progress=False, max_model_len=512), random.Random(0)
@@ -65,6 +66,7 @@ def test_after_interrupts_every_answer_is_that_of_a_new_object() -> None:
     assert num_interrupted > 2  # how many depends on what else the machine does
 
 
+@pytest.mark.slow
 def test_an_interrupt_within_the_c_library_is_not_lost() -> None:
     """Run the steps on the main thread, like a program that drives a core by hand."""
     llm = LLM("smollm2-135m-instruct", progress=False, max_model_len=2048)

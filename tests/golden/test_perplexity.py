@@ -155,6 +155,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[EngineCore]:
 
 
 # Who computes may depend on the number of rows, so the texts are computed at once and in small steps.
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", slow_except([MAX_MODEL_LEN, 16], MAX_MODEL_LEN))
 def test_every_form_of_the_weights_keeps_the_perplexity(
     core: EngineCore, texts: list[list[int]], reference: float, rows: int

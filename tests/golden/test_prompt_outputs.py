@@ -56,6 +56,7 @@ def test_log_probabilities_of_every_prompt_token_but_the_first(smollm2, smollm2_
     assert (end.new_token_ids, end.finish_reason, end.num_cached_tokens) == ([], FinishReason.LENGTH, 0)
 
 
+@pytest.mark.slow
 def test_a_preempted_prompt_gives_each_position_once(smollm2, smollm2_oracle, prompt):
     # Ten blocks: eight for the prompt, whose last one is missing as soon as the other request has its third.
     core = fresh_core(smollm2.core, num_blocks=10, max_model_len=160, max_num_batched_tokens=8, max_num_seqs=4)
@@ -65,6 +66,7 @@ def test_a_preempted_prompt_gives_each_position_once(smollm2, smollm2_oracle, pr
     assert_prompt_agrees(smollm2_oracle, prompt, story, "scores")
 
 
+@pytest.mark.slow
 def test_hidden_states_pooled(smollm2, smollm2_oracle, prompt):
     with torch.inference_mode():
         hidden = smollm2_oracle.model.model(torch.tensor([prompt])).last_hidden_state[0]

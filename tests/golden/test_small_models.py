@@ -105,6 +105,7 @@ def assert_agrees(oracle: Oracle, story: Story, *requests: EngineCoreRequest) ->
         )
 
 
+@pytest.mark.slow
 def test_a_prefill_and_its_decodes_agree_with_transformers(pair: Pair):
     oracle, core = pair
     core = fresh_core(core)
@@ -167,6 +168,7 @@ def test_a_request_that_is_preempted_and_resumed_agrees_with_transformers(pair: 
     assert_agrees(oracle, story, stays, goes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_requests_that_outgrow_the_blocks_together_agree_with_transformers(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
@@ -43,6 +45,7 @@ class DeviceExecutor:
     def shutdown(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_in_small_chunks_with_few_slots_and_few_blocks(smollm2, smollm2_oracle):
     prompts = [smollm2.tokenizer.encode(text).ids for text in PROMPTS[:6]]
     config = dataclasses.replace(

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import jsonschema
+import pytest
 
 from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams, StructuredOutput, StructuredOutputKind
@@ -28,6 +29,7 @@ def params(structured: StructuredOutput | None, **fields: Any) -> SamplingParams
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 64, "structured_output": structured} | fields)
 
 
+@pytest.mark.slow
 def test_a_mixed_batch_fits_its_grammars_and_leaves_the_others_alone(smollm2: LLM) -> None:
     """With prefills in chunks: rows that sample and rows that do not share steps, in another order than planned."""
     plain = params(None, max_tokens=24, ignore_eos=True)

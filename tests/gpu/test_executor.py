@@ -299,6 +299,7 @@ def test_a_tier_that_no_piece_fits_into_is_refused(setting: str, tmp_path: Path)
         executor.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_a_profile_tells_what_the_device_does_and_changes_nothing(dtype: str) -> None:
     """With torch, and with the C library."""

@@ -29,6 +29,7 @@ def compiled(folder: Path, capability: int, dtype: str, *kernels: str) -> list[d
     return reports
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a compiler, in a process that starts, on cores that others use too
 def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
     reports = compiled(tmp_path, 90, "bfloat16")

@@ -57,6 +57,7 @@ def fitting(windows: tuple[int | None, ...], num_blocks: int, num_tokens: int) -
     raise AssertionError("more than there are blocks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "ratio"), [(8192, 4.4), (32768, 5.4)])
 def test_more_long_requests_fit_than_if_all_layers_kept_everything(num_tokens: int, ratio: float):
     windows = kv_layout(GEMMA_3_270M).windows

@@ -71,6 +71,7 @@ def test_a_paused_server_stands_still_until_its_turn(tiny_model: Path) -> None:
     assert server._process.returncode == 0, "it was let go on, heard SIGTERM and drained"
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_become_ready_is_ended_and_its_words_are_shown(tmp_path: Path) -> None:
     server = headrace("misled", model=tmp_path / "nothing.gguf")
     with pytest.raises(SystemExit, match=r"(?s)misled did not become ready.*nothing\.gguf"):
@@ -99,6 +100,7 @@ def test_ratios_are_of_the_same_round_and_are_held_against_their_targets() -> No
     assert lines["start to ready"] == "≤ 0.05× | 0.03× (0.03 to 0.03) | ≤ 2× | 5.00× (5.00 to 5.00): missed"
 
 
+@pytest.mark.slow
 def test_an_exported_model_has_the_weights_the_tokens_and_the_template_of_its_file(tmp_path: Path) -> None:
     original = open_model(str(embedded_gguf()))
     exported = open_model(str(export_model(original, tmp_path / "model")))

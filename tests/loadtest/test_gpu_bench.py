@@ -31,6 +31,7 @@ def test_decode_floors_are_those_of_the_datasheet(name):
     assert floors == pytest.approx(FLOORS[name], abs=0.006)
 
 
+@pytest.mark.slow
 def test_the_workload_is_nano_vllms_and_has_its_roofline():
     requests = nano_lengths(Sizes())
     lengths = [(len(prompt), output) for prompt, output in requests]

@@ -63,6 +63,7 @@ def run(host: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_run_is_bounded_in_count_and_names_its_failures(host):
     options = ["--model", "m", "--max-tokens", "4", "--prompt-mix", "5:1"]
     result = run(host, "-u", "2", "-r", "2", "--max-requests", "20", *options)
@@ -79,6 +80,7 @@ def test_a_run_is_bounded_in_count_and_names_its_failures(host):
     assert len({body["messages"][0]["content"] for body in Handler.bodies}) == 20
 
 
+@pytest.mark.slow
 def test_a_mix_that_cannot_be_read_says_what_can(host):
     result = run(host, "--prompt-mix", "long")
     assert result.returncode == 2

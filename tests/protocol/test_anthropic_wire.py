@@ -91,6 +91,7 @@ def accumulate(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message | delta["delta"] | {"usage": delta["usage"]}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(script=scripts())
 def test_the_stream_adds_up_to_the_message(script):
@@ -108,6 +109,7 @@ def test_the_stream_adds_up_to_the_message(script):
     assert added == message
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(script=scripts())
 def test_hidden_thinking_is_a_block_without_its_text(script):

@@ -34,6 +34,7 @@ def weigh(value: Any) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 65536])
 @given(value=values, escapes=st.booleans())
 def test_weight_is_that_of_the_values_whatever_their_texts_look_like(piece: int, value: Any, escapes: bool) -> None:

@@ -131,6 +131,7 @@ def test_templates_render_as_transformers_renders_them(name, prompt, tools):
     assert text_of(source, TALK, add_generation_prompt=prompt, tools=tools) == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(contents=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4))
 def test_the_embedded_models_template_renders_as_transformers_renders_it(contents):

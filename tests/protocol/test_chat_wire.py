@@ -82,6 +82,7 @@ def test_spliced_frames_equal_the_straightforward_ones(usage, text, head):
     assert chunks.feed_output(output(text)) == b"data: " + orjson.dumps(expected) + b"\n\n"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data(), n=st.integers(1, 3), usage=st.booleans(), continuous=st.booleans())
 def test_concatenated_deltas_are_the_whole_message(data, n, usage, continuous):
@@ -116,6 +117,7 @@ def test_concatenated_deltas_are_the_whole_message(data, n, usage, continuous):
         assert entries == (choice["logprobs"] or {"content": []})["content"]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data())
 def test_outputs_that_arrive_merged_give_the_same_message(data):

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
@@ -60,6 +61,7 @@ def test_choices_are_numbered_prompt_by_prompt():
     assert body["usage"]["prompt_tokens"] == 10  # two prompts of five
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data(), n=st.integers(1, 2))
 def test_concatenated_chunks_are_the_whole_completion(data, n):

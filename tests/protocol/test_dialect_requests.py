@@ -230,12 +230,14 @@ def is_refused_or_taken(make, body: dict[str, Any]) -> None:
         make(content).to_sampling_params(1000)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(body=damaged(MESSAGES))
 def test_no_messages_request_is_more_than_a_400(body):
     is_refused_or_taken(lambda content: parse_body(MessagesRequest, content).translate(), body)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(body=damaged(RESPONSES))
 def test_no_responses_request_is_more_than_a_400(body):

@@ -302,6 +302,7 @@ def constructed(seed: int) -> tuple[str, list[MessagePart]]:
     return text, join(parts)
 
 
+@pytest.mark.slow
 def test_every_constructed_answer_is_read_the_same_however_it_is_cut() -> None:
     for number in range(220):  # ten thousand cuttings are in tests/integration/templates
         text, parts = constructed(number)

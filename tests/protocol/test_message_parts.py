@@ -52,6 +52,7 @@ def test_reasoning_is_told_from_the_answer(message_format, text, parts):
     assert parts_of(message_format, *text) == parts
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data())
 def test_the_parts_do_not_depend_on_the_pieces(data):

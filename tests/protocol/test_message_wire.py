@@ -69,6 +69,7 @@ def test_a_call_is_its_id_and_name_once_and_then_its_arguments():
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["tool_calls"]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data(), text=st.sampled_from(TEXTS), finish=st.sampled_from([STOP, LENGTH]), logprobs=st.booleans())
 def test_the_stream_is_the_whole_message_however_it_is_cut(data, text, finish, logprobs):

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,7 @@ def whole(
     return orjson.loads(writer.body())["choices"][0]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(outputs=one_choice(), echo=st.booleans(), ids=st.booleans(), told=st.booleans(), data=st.data())
 def test_streamed_merged_or_whole_it_is_the_same(

@@ -123,6 +123,7 @@ def accumulate(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(script=scripts())
 def test_the_events_add_up_to_the_response(script):
@@ -136,6 +137,7 @@ def test_the_events_add_up_to_the_response(script):
     assert len({item["id"] for item in response["output"]}) == len(response["output"]) > 0
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(script=scripts())
 def test_an_output_can_be_continued(script):

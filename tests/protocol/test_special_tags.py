@@ -104,6 +104,7 @@ def check_random_texts(count: int) -> int:
     return characters
 
 
+@pytest.mark.slow
 def test_no_character_is_lost_of_texts_that_spell_tags() -> None:
     assert check_random_texts(200) > 2000
 

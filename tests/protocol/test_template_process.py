@@ -71,6 +71,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_template_that_is_a_bomb_to_the_compiler_is_refused(bomb: str) -> None:
     started: list[TemplateProcesses] = []
@@ -106,6 +107,7 @@ def test_a_process_killed_between_two_renderings_is_replaced_unnoticed() -> None
         assert before not in children()
 
 
+@pytest.mark.slow
 def test_a_process_killed_twice_during_a_rendering_is_one_error() -> None:
     with processes_of(SWITCH) as processes:
         caught: list[RenderingFailed] = []
@@ -129,6 +131,7 @@ def test_a_process_killed_twice_during_a_rendering_is_one_error() -> None:
         assert processes.render({"text": "a"}) == "a"
 
 
+@pytest.mark.slow
 def test_closing_ends_a_rendering_and_leaves_nothing() -> None:
     processes = TemplateProcesses(SWITCH, TIMEOUT)
     failed = threading.Event()

@@ -176,6 +176,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_the_parts_do_not_depend_on_the_pieces(data):
@@ -194,6 +195,7 @@ json_values = st.recursive(
 json_objects = st.dictionaries(st.text(), json_values, max_size=4)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(data=st.data(), arguments=json_objects, ascii_only=st.booleans(), indent=st.sampled_from([None, 2]))
 def test_any_arguments_arrive_as_they_were_written(data, arguments, ascii_only, indent):

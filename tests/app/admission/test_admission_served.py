@@ -92,6 +92,7 @@ def check_refused_in_dialects(server: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_the_surplus_and_finishes_those_it_has_accepted(server: Server) -> None:
     with ExitStack() as stack:
         with all_seats_taken(server):

@@ -197,6 +197,7 @@ def test_a_tenant_without_a_queue_is_not_refused_for_anothers() -> None:
     assert num_refused <= before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_short", [2, 12], ids=["within its share", "with a queue"])
 def test_a_tenants_long_answers_get_no_other_tenant_refused(num_short: int) -> None:
     long, short = Tenant(name="long"), Tenant(name="short")

@@ -61,6 +61,7 @@ def served_of_sixty(server: Server, *askers: tuple[str, int]) -> Counter[str]:
     return served
 
 
+@pytest.mark.slow
 def test_six_urgent_connections_of_one_key_starve_no_other_key(server: Server) -> None:
     served = served_of_sixty(server, *[("flood", -1000)] * 6, *[("guest", 0)] * 2)
     assert served["guest"] >= 12, served  # half of sixty, less what others are served between an answer and the next

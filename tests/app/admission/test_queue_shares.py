@@ -122,6 +122,7 @@ def test_an_estimate_that_was_too_low_takes_nothing_of_what_is_kept_for_others()
         assert fill(admission, other, stack, tokens=50)[0] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @settings(max_examples=150, deadline=None)
 @given(

@@ -22,6 +22,7 @@ def server() -> Iterator[Server]:
         yield running.wait_ready()
 
 
+@pytest.mark.slow
 def test_who_would_wait_too_long_is_refused_and_let_in_when_told_to_come_back(server: Server) -> None:
     began = time.monotonic()
     for _ in range(3):

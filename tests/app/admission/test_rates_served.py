@@ -39,6 +39,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.slow
 def test_limits_hold_over_all_engines_and_are_told_in_headers(server: Server) -> None:
     # Requests. Refused ones do not count, nor what generates nothing.
     answers = [ask(server, "few-requests") for _ in range(3)]

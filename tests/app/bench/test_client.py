@@ -72,6 +72,7 @@ FRAMINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", FRAMINGS.values(), ids=FRAMINGS.keys())
 def test_any_framing_is_read_alike(pieces: list[bytes]) -> None:
     for record in drive(by(*pieces), requests(3), max_concurrency=1):

@@ -60,6 +60,7 @@ def working(server: Server) -> Iterator[None]:
             done.result()
 
 
+@pytest.mark.slow
 def test_a_server_is_watched_while_it_works_goes_and_comes_back(watched: Server) -> None:
     arguments = ("top", "--url", watched.base_url, "--interval", "0.2")
     with Terminal(*arguments, environment=KEYS) as terminal, working(watched):

@@ -93,6 +93,7 @@ def test_every_answer_may_be_read_also_errors_and_streams(locked: Server) -> Non
     assert readable(stream)
 
 
+@pytest.mark.slow
 def test_other_pages_get_what_they_get_without_the_setting(locked: Server, open_server: Server) -> None:
     for origin in (EVIL, "null", f"{PAGE}.evil.example", PAGE.replace("https", "http"), f"{PAGE}:8443"):
         assert preflight(locked, origin).status_code == 401
@@ -133,6 +134,7 @@ def test_the_dashboard_is_for_its_own_pages_only(locked: Server, open_server: Se
     assert own_page.status_code not in (401, 403, 405)
 
 
+@pytest.mark.slow
 def test_a_star_allows_every_page_and_names_none() -> None:
     with tiny_server(allowed_origins="*") as server:
         server.wait_ready()

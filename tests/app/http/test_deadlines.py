@@ -72,6 +72,7 @@ def stream_events(server: Server, body: dict[str, Any], **headers: str) -> tuple
         return answer, list(sse_events(answer.iter_bytes()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "headers"),
     [

@@ -31,6 +31,7 @@ def all_cases() -> dict[str, Case]:
     return {case.name: case for case in cases()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_request_holds_the_event_loop(busy_server: Server, all_cases: dict[str, Case], name: str) -> None:
     case, before = all_cases[name], len(busy_server.log)
@@ -40,6 +41,7 @@ def test_no_request_holds_the_event_loop(busy_server: Server, all_cases: dict[st
     assert longest_hold(busy_server.log[before:]) <= MAX_HOLD, busy_server.log[before:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unknown", [b"[]", b'{"a":1}'], ids=["arrays", "objects"])
 def test_no_thread_holds_the_lock_for_a_body_of_small_values(busy_server: Server, unknown: bytes) -> None:
     """Decoding is one call on another thread, so no request holds the loop, but the loop lags."""

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 def test_stream_and_whole_answer_agree(narrow_server: Server) -> None:
     body: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     whole = narrow_server.complete(**body)["choices"][0]["text"]

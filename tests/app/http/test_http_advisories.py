@@ -31,6 +31,7 @@ def resident(server: Server) -> float:
     return server.metrics().samples["process_resident_memory_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [CHAT, COMPLETIONS, "/v1/models", "/metrics", "/openapi.json", "/dashboard/frames", "/v1/requests/x/timeline"],

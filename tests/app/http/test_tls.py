@@ -53,6 +53,7 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         assert "Traceback" not in server.log, server.log
 
 
+@pytest.mark.slow
 def test_the_openai_sdk_checks_the_certificate_and_gets_the_name_that_it_asked_for(secured: Secured) -> None:
     base_url = f"https://localhost:{secured.server.port}/v1"
     with openai.DefaultHttpxClient(verify=secured.trusting(secured.certfile), timeout=TIMEOUT) as http:
@@ -110,6 +111,7 @@ def test_tls_before_1_2_and_plain_http_are_refused(secured: Secured) -> None:
     assert secured.server.client.get("/livez").status_code == 200
 
 
+@pytest.mark.slow
 def test_sighup_takes_a_new_certificate_and_keeps_the_old_one_for_a_bad_one(secured: Secured) -> None:
     server, certfile, keyfile = secured
     first = certfile.read_bytes()

@@ -152,6 +152,7 @@ def _send_and_leave(server: ChaosServer, body: dict[str, Any], request_id: str, 
     return Told("left", request_id, status)
 
 
+@pytest.mark.slow
 def test_the_storm_had_every_kind_of_request_and_of_end(storm: Storm) -> None:
     assert {told.kind for told in storm.accepted} >= {"length", "stop", "left", "expired", "doomed"}
     reasons = {story["finish_reason"] for story in storm.timelines.values()}

@@ -95,6 +95,7 @@ def a_prompt(num_tokens: int) -> list[int]:
     return [random.randrange(100, 40000) for _ in range(num_tokens)]
 
 
+@pytest.mark.slow
 def test_the_phases_of_whatever_is_asked_add_up(server: Server, collector: Collector, ask: Callable[..., str]) -> None:
     random.seed(7)
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
@@ -274,6 +275,7 @@ def test_no_text_is_told_unless_it_is_asked_for(server: Server, collector: Colle
     assert SECRET not in server.log
 
 
+@pytest.mark.slow
 def test_a_collector_that_refuses_or_hangs_costs_traces_and_nothing_else(collector: Collector) -> None:
     """Also: text where it is asked for, and a ratio that leaves traces to those who ask for one."""
     with Collector() as other:

@@ -74,6 +74,7 @@ def events_of(server: Server, response_id: str, starting_after: int | None = Non
     return list(sse_events([answer.content]))
 
 
+@pytest.mark.slow
 def test_a_response_is_made_while_nobody_waits(sdk: openai.OpenAI, keyed_server: Server) -> None:
     before = keyed_server.wait_idle()
     whole = sdk.responses.create(**SHORT, extra_body=EXTRA)

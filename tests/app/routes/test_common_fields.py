@@ -57,6 +57,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9
 CLOSED = {**SCHEMA, "additionalProperties": False}
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize(
     ("fields", "pattern"),

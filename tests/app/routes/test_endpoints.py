@@ -47,6 +47,7 @@ def refusal(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 # --- tokens
 
 
+@pytest.mark.slow
 def test_text_becomes_tokens_and_text_again(server: Server, tokenizer: Tokenizer) -> None:
     for text in [*SENTENCES, "<|im_start|>user", "👩‍👩‍👧‍👦 " * 500]:
         ids = tokenizer.encode(text).ids
@@ -209,6 +210,7 @@ def ask(server: Server, method: str, path: str, body: object = None, key: str = 
     return server.client.request(method, path, json=body, headers={"x-api-key": key})
 
 
+@pytest.mark.slow
 def test_only_administrators_govern_and_govern_only(governed: Server) -> None:
     for method, path in (
         *(("GET", "/server_info"), ("GET", "/engine_state")),

@@ -67,6 +67,7 @@ def check_that_others_are_soon_done(server: Server, flood: str, guest: str, sche
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_beside_slow_grammars_of_one_tenant_even_a_slow_one_of_another_has_its_turn(locked_server: Server) -> None:
     check_that_others_are_soon_done(locked_server, *KEYS, slow_schema(NUM_SLOW))
 

@@ -27,6 +27,7 @@ def server() -> Iterator[Server]:
         yield running.wait_ready()
 
 
+@pytest.mark.slow
 def test_all_of_the_vocabulary_is_told(server: Server) -> None:
     body = {**CHAT, **GREEDY, "top_logprobs": -1, "max_tokens": 2}
     for position in server.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]:

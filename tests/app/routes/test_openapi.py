@@ -100,6 +100,7 @@ def schema(described: Server) -> OpenApiSchema:
     return schemathesis.openapi.from_dict(found)
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize(("method", "path", "mode"), ASKED)
 def test_answers_are_as_described(
@@ -125,6 +126,7 @@ def test_answers_are_as_described(
     ask()
 
 
+@pytest.mark.slow
 @EVERY
 @pytest.mark.parametrize(
     ("method", "path"), [pytest.param(each.method, each.path) for each in OPERATIONS if each.path != "/v1/tokenize"]

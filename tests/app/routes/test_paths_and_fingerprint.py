@@ -45,6 +45,7 @@ def plain_server() -> Iterator[Server]:
         yield running.wait_ready()
 
 
+@pytest.mark.slow
 def test_sdks_work_with_a_base_url_without_v1(server: Server) -> None:
     with openai.OpenAI(base_url=server.base_url, api_key="key", max_retries=0) as sdk:
         assert sdk.chat.completions.create(model=NAME, messages=QUESTION, max_tokens=2).choices

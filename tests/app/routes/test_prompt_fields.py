@@ -47,6 +47,7 @@ def refusal(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
 # --- echo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_loglikelihoods_as_evaluation_harnesses_ask_for_them(
     server: Server, tokenizer: Tokenizer, oracle: Oracle, max_tokens: int
@@ -69,6 +70,7 @@ def test_loglikelihoods_as_evaluation_harnesses_ask_for_them(
         assert [own == max(top.values()) for own, top in list(likely)[start : len(prompt)]] == is_greedy
 
 
+@pytest.mark.slow
 def test_echo_puts_the_prompt_before_the_answer(server: Server) -> None:
     fields = {"max_tokens": 6, "n": 2, "seed": 7, "temperature": 0.7, "logprobs": 0}
     prompts = ["A flock of 🐈‍⬛ cats", "Once upon a time"]

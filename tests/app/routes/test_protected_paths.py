@@ -76,6 +76,7 @@ async def status_of(
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "refusals"), [(None, {400, 401}), (CLIENT, {400, 401, 404, 405})], ids=["no key", "client's key"]
 )
@@ -117,6 +118,7 @@ def governed() -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(ADMINISTRATION))
 def test_no_byte_on_the_wire_opens_an_administrators_route(governed: Server, path: str) -> None:
     """Over HTTP/1.1: all percent-encoded bytes on one connection, and raw bytes, which may end theirs."""

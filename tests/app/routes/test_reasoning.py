@@ -38,6 +38,7 @@ def fields(begun: str, **extra: object) -> dict[str, Any]:
     return {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 8, "extra_body": BEGUN | extra}
 
 
+@pytest.mark.slow
 def test_reasoning_that_the_prompt_has_opened_and_nothing_has_closed(sdk: openai.OpenAI) -> None:
     whole = sdk.chat.completions.create(**fields("<think>"))
     [choice] = whole.choices

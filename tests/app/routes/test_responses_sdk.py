@@ -350,6 +350,7 @@ def test_items_that_are_sent_twice_are_listed_twice_and_pages_end(sdk: openai.Op
 # --- what goes wrong
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(sdk: openai.OpenAI) -> None:
     room = 2100  # what the answer leaves of the context to the prompt
     turns: list[Any] = [{"role": "user", "content": f"{number} " + "word " * 300} for number in range(8)]

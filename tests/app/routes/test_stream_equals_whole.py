@@ -46,6 +46,7 @@ def tokenizer() -> Tokenizer:
     return open_model(MODEL).tokenizer
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @CHANCE
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -22,6 +22,7 @@ def prompt_of(server: Server) -> str:
     return server.post("/detokenize", {"tokens": token_ids}).json()["prompt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", slow_except(["thread", "process"], "thread"))
 def test_conversations_are_written_as_the_file_says(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "plain.jinja"

@@ -84,6 +84,7 @@ def busy(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", slow_except(HARM, "nested ranges", "billion laughs", "a flood"))
 def test_a_template_that_does_harm_costs_its_request_and_nobody_else(server: Server, harm: str) -> None:
     with ThreadPoolExecutor() as pool:
@@ -134,6 +135,7 @@ def test_a_helper_that_is_killed_between_requests_is_replaced_unnoticed(server: 
     assert not before & helpers(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker_class", slow_except(["asyncio", "trio"], "trio"))
 def test_sigterm_ends_a_server_whose_template_loops(model: Path, worker_class: str) -> None:
     with tiny_server(worker_class, model=model, template_timeout=60, drain_timeout=0.1) as server:
@@ -146,6 +148,7 @@ def test_sigterm_ends_a_server_whose_template_loops(model: Path, worker_class: s
         assert not helpers(server)
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed_is_replaced_once_and_a_killed_server_leaves_none(model: Path) -> None:
     with tiny_server(model=model, template_timeout=600) as server:
         server.wait_ready()

@@ -32,6 +32,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server.wait_ready()
 
 
+@pytest.mark.slow
 def test_a_regex_that_takes_long_for_a_short_text_stops_nobody_else_and_no_deadline(server: Server) -> None:
     body = {"messages": CHATTY}
     with ThreadPoolExecutor(4) as pool:

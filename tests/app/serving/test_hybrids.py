@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -29,6 +30,7 @@ def server_info(server: Server) -> dict[str, Any]:
     return server.client.get("/server_info", headers={"authorization": f"Bearer {KEY}"}).json()
 
 
+@pytest.mark.slow
 def test_checkpoints_are_shown_and_make_the_second_turn_short(tmp_path: Path) -> None:
     torch.manual_seed(0)
     Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=TEXT, vision_config=VISION)).save_pretrained(tmp_path)

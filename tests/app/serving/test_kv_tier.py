@@ -86,6 +86,7 @@ def filled(once_filled: tuple[Path, str], folder: Path) -> tuple[Path, str]:
     return folder, text
 
 
+@pytest.mark.slow
 def test_a_restarted_server_finds_what_the_one_before_has_computed(filled: tuple[Path, str]) -> None:
     folder, text = filled
     with Serving(folder) as server:

@@ -224,6 +224,7 @@ def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return dict(zip(names, pool.map(run, kinds, names), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CASES, *QUICK))
 def test_what_cannot_work_ends_with_a_line_that_says_what_would(ended: Ended, name: str) -> None:
     status, lines = ended[name]
@@ -235,6 +236,7 @@ def test_what_cannot_work_ends_with_a_line_that_says_what_would(ended: Ended, na
     assert not any(line.startswith("Traceback") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_named_with_what_is() -> None:
     import torch
 
@@ -248,6 +250,7 @@ def test_a_gpu_that_is_not_there_is_named_with_what_is() -> None:
         assert not [word for word in words if word not in last], last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["context larger than KV memory"])
 def test_the_value_that_is_said_to_work_does(ended: Ended, name: str, tmp_path: Path) -> None:
     works = re.search(r"max_model_len=(\d+) works", ended[name][1][-1])
@@ -301,6 +304,7 @@ def test_one_worker_and_none_serve(workers: int, worker_class: str, tmp_path: Pa
         server.poll(lambda: server.get_or_none("/livez"), lambda found: found is not None and found.status_code == 200)
 
 
+@pytest.mark.slow
 def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:
     """This is `headrace serve`; tests/app/serving/test_start.py has `hypercorn app:main`."""
     with HeadraceServe(max_model_len=1024) as server:
@@ -319,6 +323,7 @@ def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_limit_of_address_space_ends_the_server_in_one_line() -> None:
     """With `ulimit -v`, the weights or the KV cache do not fit, and the operator sees no traceback."""
     with HeadraceServe("uvloop", kv_cache_memory="4GiB") as server:

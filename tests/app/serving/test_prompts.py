@@ -89,6 +89,7 @@ def tiny_files(directory: Path, template: str) -> tuple[Settings, ModelFiles]:
     return settings, open_files(settings, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("request_model", "body"), TALKS, ids=["chat", "messages", "responses"])
 async def test_a_template_that_loops_over_parts_loses_no_word(
     tmp_path: Path, request_model: type[Any], body: dict[str, Any]

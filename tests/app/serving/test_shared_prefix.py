@@ -81,6 +81,7 @@ class Order:
         return self.expected if self.stop is None else self.expected[: self.expected.index(self.stop)]
 
 
+@pytest.mark.slow
 def test_abort_and_stop_string_beside_a_shared_prefix_change_no_text(tiny_chunking_server: Server) -> None:
     check_rounds(tiny_chunking_server, rounds=5)
 

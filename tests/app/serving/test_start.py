@@ -18,6 +18,7 @@ class CardServer(Server):
         return ["tests.gpu.fake_card", "serve", "--port", str(self.port), "--worker-class", self.worker_class]
 
 
+@pytest.mark.slow
 def test_port_answers_while_the_model_is_still_loading() -> None:
     with Server("uvloop", dtype="float32") as server:  # which takes longest to load
         first = server.poll(lambda: server.get_or_none("/startupz"), lambda answer: answer is not None)

@@ -31,6 +31,7 @@ def test_client_gone_while_its_prompt_is_tokenized_leaves_nothing_and_is_never_p
     check_gone_while_tokenizing(narrow_tiny_server, stream, how, n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream", "how", "n"), _QUICK, ids=_name)
 @pytest.mark.parametrize("narrow_tiny_server", slow_except(["asyncio", "trio"], "trio"), indirect=True, scope="session")
 def test_client_gone_while_tokenizing_is_noticed_on_every_event_loop(

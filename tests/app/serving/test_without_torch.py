@@ -64,6 +64,7 @@ def use_everything(server: Server) -> None:
         assert server.post(path, body).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "engine"),
     slow_except(list(itertools.product(KINDS, ENGINES)), ("gguf", "thread"), ("safetensors", "process")),

@@ -62,6 +62,7 @@ def figures_of(route: Route, rate: float, **options: Any) -> dict[str, Any]:
     return run(route, rate, **options).result()
 
 
+@pytest.mark.slow
 def test_known_prefixes_double_the_throughput() -> None:
     """Under a load that is too much for either route. Short prompts overtake long ones, so a request whose prefix is
     cached runs while it still is: that helps both routes, and leaves them 3.2 and 2.9 times apart."""
@@ -70,12 +71,14 @@ def test_known_prefixes_double_the_throughput() -> None:
     assert by_prefix["total_cached_tokens"] > 2.5 * blind["total_cached_tokens"]
 
 
+@pytest.mark.slow
 def test_known_prefixes_keep_first_tokens_twenty_times_as_quick() -> None:
     """At a rate that is too much where nobody knows."""
     by_prefix, blind = (figures_of(route, 16.0, count=1200) for route in ("prefix", "round-robin"))
     assert by_prefix["p90_ttft_ms"] <= blind["p90_ttft_ms"] / 20
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_too_popular_for_one_engine_gets_copies() -> None:
     figures = figures_of("prefix", 16.0, count=1200, popular=0.5)
     assert figures["total_cached_tokens"] / figures["total_input_tokens"] > 0.6
@@ -83,6 +86,7 @@ def test_a_prefix_that_is_too_popular_for_one_engine_gets_copies() -> None:
     assert figures["p90_ttft_ms"] < 3000
 
 
+@pytest.mark.slow
 def test_who_is_lost_with_a_part_of_the_fleet() -> None:
     """Those that had begun. All others are answered by who is left, and by those that come back."""
     outage = Outage(30.0, 35.0, range(3))
@@ -131,5 +135,6 @@ def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--route: got best; allowed: prefix, load, round-robin, random" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_simulation_is_the_same_each_time() -> None:
     assert figures_of("prefix", 16.0, count=200)["p90_ttft_ms"] == figures_of("prefix", 16.0, count=200)["p90_ttft_ms"]

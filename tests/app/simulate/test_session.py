@@ -122,6 +122,7 @@ def test_slices_of_work_come_to_the_same() -> None:
     assert sliced.simulation.ended == whole.simulation.ended
 
 
+@pytest.mark.slow
 def test_what_a_session_keeps_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.simulate.driver.KEPT_TOKENS", 3000)
     session = Session(Parameters(rate=50, max_num_seqs=64, output_len=400, input_len=1))

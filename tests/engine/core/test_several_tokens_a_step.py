@@ -155,6 +155,7 @@ def answers(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), depth=st.sampled_from([1, 2]))

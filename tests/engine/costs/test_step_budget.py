@@ -239,6 +239,7 @@ def test_one_step_that_was_held_up_is_forgotten_soon() -> None:
         assert chunks[-2] >= 0.75 * statistics.median(usual[2:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slow", [12, 24, 40])
 @pytest.mark.parametrize("when", ["first", "later", "kept"])
 def test_a_burst_of_slow_steps_does_not_keep_chunks_small(num_slow: int, when: str) -> None:

@@ -153,6 +153,7 @@ def test_choices_of_one_prompt_stay_together_and_count_it_once() -> None:
     assert router.loads == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 500)), min_size=60, max_size=120), st.floats(0, 1e-3))
 @settings(deadline=None)
 def test_an_engine_that_is_twice_as_fast_gets_twice_the_work(sizes: list[tuple[int, int]], token: float) -> None:

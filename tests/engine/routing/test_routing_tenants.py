@@ -23,6 +23,7 @@ def request_of(
     return msgspec.structs.replace(request, tenant_weight=weight, tenant_max_running=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (0.5, 1 / 3)])
 def test_who_asks_one_engine_gets_its_share_of_both(weight: float, share: float) -> None:
     """One tenant floods two engines, the other only the first: its share is of what both give."""

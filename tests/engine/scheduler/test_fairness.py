@@ -164,6 +164,7 @@ def test_a_flood_that_never_ends_keeps_nobody_from_finishing() -> None:
 # --- shares over time
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(

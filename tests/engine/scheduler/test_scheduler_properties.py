@@ -377,6 +377,7 @@ EVENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> None:
     explore(EngineMachine, _seen, EVENTS, max_examples=60)

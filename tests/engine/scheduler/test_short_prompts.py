@@ -112,6 +112,7 @@ def test_a_short_prompt_of_another_tenant_takes_no_slot_that_a_long_one_waits_fo
     run_to_end(core)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1), slots=st.integers(2, 8), depth=st.sampled_from([1, 2]))
 def test_whatever_comes_the_first_prompt_advances_and_no_budget_is_left_unused(

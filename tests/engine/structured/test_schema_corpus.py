@@ -14,6 +14,7 @@ from tests.engine.schema_corpus import Verdict, schemas_in
 from tests.engine.schema_sample import Judge, made_up_schemas, sdk_schemas
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_schemas_of_installed_packages_are_enforced_as_far_as_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_corpus, "values_of", lambda schema: [])  # takes a package that is not installed

@@ -9,6 +9,7 @@ from tests.engine.schema_sample import Judge, made_up_schemas, sdk_schemas
 NAMED = re.compile(r'Unimplemented keys: \["\w+"\]|look-ahead|at most 131072 characters')
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("schemas", "enforced_at_least"),

@@ -44,6 +44,7 @@ def prepared(request: EngineCoreRequest) -> EngineCoreRequest:
     return msgspec.structs.replace(child, request_id=request.request_id)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     budgets=st.lists(st.integers(0, 12), min_size=1, max_size=5),

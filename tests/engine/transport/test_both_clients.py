@@ -125,6 +125,7 @@ async def test_an_invalid_request_is_refused_before_anything_is_sent(where: Wher
         assert engine.llm.last_stats is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
 async def test_client_gone_frees_everything_that_the_request_held(where: Where, phase: str) -> None:
     async with serving(where, max_num_seqs=1, max_num_batched_tokens=8, step_seconds=0.005) as engine:
@@ -196,6 +197,7 @@ async def test_what_loading_failed_with_is_told_to_who_waits_and_who_comes_later
         assert llm.ready is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("panic", [False, True])
 async def test_when_the_engine_dies_open_streams_and_later_ones_say_so(where: Where, panic: bool) -> None:
     async with serving(where, last_step=3, panic=panic) as engine:

@@ -86,6 +86,7 @@ async def test_leaving_ends_a_request_where_it_runs() -> None:
         assert parallel._router.loads == [0.0, 0.0]
 
 
+@pytest.mark.slow
 async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back() -> None:
     parallel = replicas(2, step_seconds=0.01)
     async with serving(parallel) as both:
@@ -123,6 +124,7 @@ async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back
         assert both.llm.error is None
 
 
+@pytest.mark.slow
 async def test_a_request_that_kills_its_engine_is_the_end_of_one_and_who_waited_there_runs_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,6 +195,7 @@ async def test_what_is_held_back_ends_in_time_though_no_engine_makes_a_step(tmp_
         await both.assert_nothing_left()
 
 
+@pytest.mark.slow
 async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.transport.data_parallel, "RESTART_SECONDS", 0.2)
     parallel = replicas(2)
@@ -212,6 +215,7 @@ async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.M
         await both.assert_nothing_left()
 
 
+@pytest.mark.slow
 async def test_one_that_dies_again_and_again_harms_nobody_and_all_of_them_are_a_dead_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -144,6 +144,7 @@ def config_of(**more: Any) -> ModelConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("bias", "norm", "tied"), list(itertools.product([False, True], repeat=3)))
 def test_the_torch_model_of_a_family_takes_just_the_tensors_of_its_record(name, bias, norm, tied):

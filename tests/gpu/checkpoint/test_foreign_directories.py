@@ -305,6 +305,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", DIRECTORY_TRAPS)
 def test_a_directory_that_lies_is_refused_by_name(trap: str, tmp_path: Path, loader: Loader) -> None:
     spoil, words = DIRECTORY_TRAPS[trap]

@@ -65,6 +65,7 @@ def _resident_kib(path) -> int:
     raise AssertionError("the file is not mapped")
 
 
+@pytest.mark.slow
 def test_the_embedded_model_has_the_numbers_that_transformers_reads():
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -105,6 +105,7 @@ def theirs() -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.slow
 def test_ids_and_text_are_those_of_transformers(theirs):
     for text in TEXTS:
         ids = ours().encode(text).ids

@@ -105,6 +105,7 @@ def named(key: str) -> list[str]:
     return ["num_experts" if key == "num_local_experts" else key, f"leaves the layers of {SLIDING}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", OWN)
 def test_a_key_that_is_missing_or_null_means_what_it_means_to_transformers(model_type: str) -> None:
     values = values_of(model_type)

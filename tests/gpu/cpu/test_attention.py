@@ -29,6 +29,7 @@ def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | 
     assert (run.returncode, run.stdout) == (0, "0 wrong\n"), run.stdout + run.stderr[-8000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("build", slow_except(RUNNABLE, *RUNNABLE[:1]))
 def test_a_row_is_right_and_the_same_bits_alone_in_a_batch_and_in_chunks(tmp_path: Path, build: str):

@@ -42,6 +42,7 @@ def small() -> tuple[ModelConfig, Weights]:
     return random_model(MODELS["llama"], quantized=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["tp2", *(pytest.param(name, marks=pytest.mark.storm) for name in ("tp3", "tp2-pp2"))]
 )

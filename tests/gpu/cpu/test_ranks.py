@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the libr
 STRESS = NATIVE / "ranks_stress.cpp"
 
 
+@pytest.mark.slow
 def test_no_rank_leaves_before_all_have_come_or_waits_for_a_lost_one(tmp_path: Path):
     program = build(tmp_path, STRESS, "-O2")
     with busy_neighbour():

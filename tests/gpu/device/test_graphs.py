@@ -89,6 +89,7 @@ def _rank(layout: Layout, store: str, results: Connection) -> None:
     results.recv()
 
 
+@pytest.mark.slow
 def test_ranks_have_the_same_graphs(tmp_path: Path) -> None:
     ends = [PROCESSES.Pipe() for _ in range(2)]
     with processes() as start:

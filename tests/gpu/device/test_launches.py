@@ -63,6 +63,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
     """On the kernels, since their references look at what they compute; prefill, mixed steps, decodes, every feature
     but those of a prompt."""

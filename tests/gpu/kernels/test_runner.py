@@ -45,6 +45,7 @@ def wanted() -> dict[str, list[int]]:
     return tokens_of_all()
 
 
+@pytest.mark.slow
 def test_the_device_runner_gives_on_kernels_what_it_gives_on_their_references(wanted):
     assert tokens_of_all() == wanted
     assert all(wanted.values())

@@ -89,6 +89,7 @@ def test_cutoffs_keep_what_sorting_keeps(form):
         assert kept == nucleus or math.isclose(mass[kept - 1], mass[nucleus - 1], abs_tol=1e-5)
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(form):
     num_draws = 20000 if form == "reference" else 200  # a millisecond each in the interpreter
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5, float("-inf")]).expand(num_draws, -1).contiguous()

@@ -169,6 +169,7 @@ def empty(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.slow
 def test_what_torch_computes_with_is_a_namespace_of_its_own() -> None:
     program = "import torch; from gpu.kv_tiers.opening import _computed_by; print(_computed_by())"
     command = [sys.executable, "-c", program]

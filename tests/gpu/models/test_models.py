@@ -62,6 +62,7 @@ def test_prefill_in_chunks_gives_the_logits_of_transformers(pair):
     assert_logits(torch.cat(logits), expected(oracle, tokens))
 
 
+@pytest.mark.slow
 def test_decode_token_by_token_gives_the_logits_of_transformers(pair):
     oracle, model = pair
     tokens, blocks, runner = prompt(2), shuffled_blocks(0), Runner(model)

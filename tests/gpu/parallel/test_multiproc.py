@@ -79,6 +79,7 @@ def test_ranks_say_what_one_worker_says(ranks: MultiprocExecutor, alone: UniProc
     assert generate(ranks, prompts(), chunk=6) == generate(alone, prompts(), chunk=6)
 
 
+@pytest.mark.slow
 def test_what_is_told_of_the_kv_cache_is_of_all_ranks(tmp_path: Path) -> None:
     model = write_tiny_model(
         tmp_path / "uneven", num_attention_heads=6, num_key_value_heads=3, head_dim=8
@@ -253,6 +254,7 @@ def ranks_left() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "size"), slow_except([("auto", 1), ("float32", 2)], ("auto", 1)))
 def test_an_abandoned_step_is_over_and_changes_nothing(tmp_path: Path, dtype: str, size: int) -> None:
     """A prompt so long that it would take a while; where there are several ranks, all stop at the same layer."""
@@ -282,6 +284,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MultiprocExe
     executor.shutdown()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_cut_both_ways_says_what_it_says_whole(cut: tuple[MultiprocExecutor, UniProcExecutor]) -> None:
     ranks, whole = cut
     assert ranks.pipeline_depth == 2

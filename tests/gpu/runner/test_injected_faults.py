@@ -164,6 +164,7 @@ def replace_id(request: EngineCoreRequest, request_id: str) -> EngineCoreRequest
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_a_storm_of_faults_gives_nobody_a_wrong_token(kind: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:

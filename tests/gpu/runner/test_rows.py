@@ -95,6 +95,7 @@ def check_inputs(
     return sampling
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @settings(max_examples=60, deadline=None)
 @given(st.data())

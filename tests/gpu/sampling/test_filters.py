@@ -55,6 +55,7 @@ def distribution(kind: str, rows: int) -> torch.Tensor:
     return logits.softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "tied"])
 def test_kept_tokens_are_those_of_the_reference(kind: str):
     probs = distribution(kind, len(CASES))

@@ -177,7 +177,7 @@ def _choice(texts: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+    return msgspec.json.encode(text).decode().replace("\x7f", r"\u007f")  # which Lark's lexer does not take as it is
 
 
 def _lark(text: str) -> str:

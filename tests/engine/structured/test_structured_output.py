@@ -88,6 +88,7 @@ def outcome(structured: StructuredOutput, **sampling) -> tuple[str, EngineCoreOu
         (regex(r"[a-z]{3}-\d{4}"), r"[a-z]{3}-[0-9]{4}"),
         (regex(r"^(foo|bar){2}$"), r"(foo|bar){2}"),
         (choice(["yes", "no", 'may"be\n', "ja, é"]), 'yes|no|may"be\n|ja, é'),
+        (choice(["\x00", "\x7f", "\u2028"]), "\x00|\x7f|\u2028"),
         (grammar('start: "a" b "."\nb: /[0-9]/ | "x" b'), r"ax*[0-9]\."),
         (grammar('root ::= "a" b "."\nb ::= [0-9] | "x" b'), r"ax*[0-9]\."),
         (grammar('start: x "b"\nx[stop="!"]: /[a-z]*/'), r"[a-z]*!b"),

@@ -30,8 +30,8 @@ from tests.gpu.quantized_checkpoints import FORMATS, ROUNDED, Format, Written
 from tests.support.embedded_model import embedded_gguf
 
 WIDE = 768  # a multiple of 256
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SIZES += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta")
+SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta"]
 
 
 def widened() -> tuple[ModelConfig, dict[str, np.ndarray]]:

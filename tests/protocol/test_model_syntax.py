@@ -28,7 +28,7 @@ FUNCTIONARY = f"{DECLARES}<|python_tag|><function=NAME>{MESSAGES}{CALLS}"
 WEATHER = Function(name="weather", description="It rains?", parameters={"type": "object", "required": ["city"]})
 TIME = Function(name="time")
 CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "Rain.", "tool_call_id": "c"},

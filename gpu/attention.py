@@ -32,11 +32,13 @@ PADDING_SHARE = 0.25
 # Queries of a prefill chunk per call. A call computes scores for all keys that its last query sees: large tiles waste
 # work above the diagonal, small tiles split the product. 256 was nearly best for chunks of 512 up to a context of 2048.
 TILE = 256
+# Query heads of one key that a call takes together, as the rows of one product. Bounds the memory of scores.
+HEADS = 16
 
 
 class TorchAttention:
     """Attention for heads of one kind; all layers with such heads share one object. A layer's cache is [num_blocks,
-    block_size, 2, num_kv_heads, head_dim], keys first."""
+    block_size, 2, num_kv_heads, head_dim], keys first; without values if those are a part of keys (`Heads.values`)."""
 
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
@@ -47,23 +49,25 @@ class TorchAttention:
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the zeroed cache of one layer."""
-        return zeros((num_blocks, self.block_size, 2, self.heads.kv, self.heads.dim), dtype, device)
+        heads = self.heads
+        return zeros((num_blocks, self.block_size, 1 if heads.values else 2, heads.kv, heads.dim), dtype, device)
 
     def forward(
         self,
         query: torch.Tensor,  # [T, num_heads, head_dim], rotated
         key: torch.Tensor,  # [T, num_kv_heads, head_dim], rotated
-        value: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        value: torch.Tensor | None,  # [T, num_kv_heads, head_dim]; None: it is a part of the key
         kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None = None,  # float32 [num_heads], see `gpu.checkpoint.architecture.AttentionSpec`
     ) -> torch.Tensor:
-        """Store key and value, attend causally, return [T, num_heads, head_dim]."""
+        """Store key and value, attend causally, return [T, num_heads, numbers of a value]."""
         plan = self._plan_for(metadata, query.dtype)
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
         slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
-        slots[:, 1].index_copy_(0, metadata.slot_mapping, value)
-        output = query.new_empty(query.shape)
+        if value is not None:
+            slots[:, 1].index_copy_(0, metadata.slot_mapping, value)
+        output = query.new_empty(*query.shape[:2], self.heads.values or self.heads.dim)
         if sinks is not None:
             sinks = sinks.view(self.heads.kv, self.group_size, 1)
         for group in plan.decodes:
@@ -83,7 +87,8 @@ class TorchAttention:
         """Attend with one query of each of B requests, padded to L keys. Query heads of a KV head form one product."""
         batch = group.rows.shape[0]
         kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
-        key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
+        kv = kv.transpose(1, 3)
+        key, value = kv[:, :, 0], kv[:, :, -1, :, : self.heads.values]  # [B, kv_heads, L, head_dim]
         rows = query.index_select(0, group.rows).unflatten(1, (self.heads.kv, self.group_size))
         attended = self._attend(rows, key, value, group.mask, sinks)
         output.index_copy_(0, group.rows, attended.flatten(1, 2))
@@ -99,6 +104,9 @@ class TorchAttention:
         """Attend with all queries of one request, tile by tile. The batch dimension is KV heads; query heads that share
         a KV head read its keys through a stride of zero."""
         kv = slots.index_select(0, chunk.slots)  # [L, 2, kv_heads, head_dim]
+        if self.heads.values:
+            self._prefill_latents(query, kv[:, 0, 0], chunk, output)
+            return
         key, value = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group_size, -1, -1)
         heads = (self.heads.kv, self.group_size)
         for tile in chunk.tiles:
@@ -111,6 +119,17 @@ class TorchAttention:
             )
             output[tile.rows].unflatten(1, heads).copy_(attended.permute(2, 0, 1, 3))
 
+    def _prefill_latents(self, query: torch.Tensor, key: torch.Tensor, chunk: _Chunk, output: torch.Tensor) -> None:
+        """Attend as `_prefill` where all heads have one key [L, head_dim]: the queries of several heads are the rows of
+        one product."""
+        value = key[:, : self.heads.values]
+        for tile in chunk.tiles:
+            pairs = zip(query[tile.rows].split(HEADS, 1), output[tile.rows].split(HEADS, 1), strict=True)
+            for heads, target in pairs:
+                mask = tile.mask.repeat_interleave(heads.shape[1], 0)
+                attended = self._attend(heads.flatten(0, 1), key[tile.keys], value[tile.keys], mask, None)
+                target.copy_(attended.view_as(target))
+
     def _attend(
         self,
         query: torch.Tensor,
@@ -122,7 +141,7 @@ class TorchAttention:
         """Return the softmax of the scores times the values. Scores are capped if the heads have a softcap; `mask` is
         added to them, and `sinks` are an additional column."""
         scale, softcap = self.heads.scale, self.heads.softcap
-        if softcap is None and sinks is None:
+        if softcap is None and sinks is None and query.ndim == 4:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         scores = (query @ key.transpose(-1, -2)).float().mul_(scale / (softcap or 1.0))
         if softcap is not None:

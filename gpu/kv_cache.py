@@ -113,7 +113,7 @@ def kv_cache_size(
     spec = spec or spec_of(config)
     layout = kv_layout(config, spec)
     heads = next(layer.attention.heads for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
-    bytes_per_block = layout.num_slots * 2 * heads.kv * heads.dim * element_size * (tokens_held or block_size)
+    bytes_per_block = layout.num_slots * heads.cached * element_size * (tokens_held or block_size)
 
     def blocks(num_tokens: int) -> int:  # blocks of one request, with two steps in flight
         return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)

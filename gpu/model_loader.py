@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
-from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.architecture import DecoderSpec, LatentAttentionSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
@@ -150,9 +150,11 @@ def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Lib
 
 
 def check_device(spec: DecoderSpec, device: str) -> None:
-    """Raise ConfigError if nothing computes this model on the device."""
-    if spec.state_bytes and device != "cpu":
-        raise ConfigError("device", device, allowed="models with states run on the CPU only", hint="device=cpu works")
+    """Raise ConfigError if the model has layers that the device's kernels do not compute."""
+    latent = any(isinstance(each.attention, LatentAttentionSpec) for each in spec.layers)
+    if device != "cpu" and (spec.state_bytes or latent):
+        kind = "latent attention" if latent else "states (gated delta nets)"
+        raise ConfigError("device", device, allowed=f"models with {kind} run on the CPU only", hint="device=cpu works")
 
 
 def check_quantization(options: WorkerOptions, library: Library | None, device: str) -> None:

@@ -148,14 +148,19 @@ class _Cutter:
                 hint="tensor_parallel_size=1 works, and pipeline_parallel_size splits it by layers",
             )
         queries, kv = self.heads(spec.heads.query, spec.heads.kv)
-        dim = spec.heads.dim
-        rows, kv_rows = (queries[0] * dim, queries[1] * dim), (kv[0] * dim, kv[1] * dim)
         query, key, value = spec.qkv
+        # Latents are one head, which every rank has, and the matrix from latents has keys and values by query head.
+        latent = isinstance(spec, architecture.LatentAttentionSpec)
+        of_values, value_heads = (queries, spec.heads.query) if latent else (kv, spec.heads.kv)
         return replace(
             spec,
             heads=replace(spec.heads, query=queries[1] - queries[0], kv=kv[1] - kv[0]),
-            qkv=(outputs(query, rows), outputs(key, kv_rows), outputs(value, kv_rows)),
-            out=self.after(spec.out, rows),
+            qkv=(
+                outputs(query, _rows(query.shape[0] // spec.heads.query, queries)),
+                outputs(key, _rows(key.shape[0] // spec.heads.kv, kv)),
+                outputs(value, _rows(value.shape[0] // value_heads, of_values)),
+            ),
+            out=self.after(spec.out, _rows(spec.out.shape[1] // spec.heads.query, queries)),
             sinks=spec.sinks and outputs(spec.sinks, queries),
         )
 
@@ -222,6 +227,7 @@ FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
     architecture.SwiGLUSpec: _Cutter.gated,
     architecture.GeGLUSpec: _Cutter.gated,
     architecture.MoESpec: _Cutter.experts,
+    architecture.GroupedMoESpec: _Cutter.experts,
 }
 
 
@@ -249,6 +255,11 @@ def features(size: int, ranks: int, rank: int, unit: int | None = None) -> Range
 def vocabulary(size: int, ranks: int) -> list[Range]:
     """Return the token ids of each tensor rank. Raises ConfigError for too few tokens."""
     return [features(size, ranks, rank) for rank in range(ranks)]
+
+
+def _rows(each: int, heads: Range) -> Range:
+    """Return the rows of heads that have so many `each`."""
+    return heads[0] * each, heads[1] * each
 
 
 def outputs(part: architecture.Part, rows: Range) -> architecture.Part:

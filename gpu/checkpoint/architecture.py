@@ -63,7 +63,7 @@ class Part:
     offset: float = 0.0  # added to a Hugging Face checkpoint's numbers; GGUF files store the sums
     order: HeadOrder | None = None  # row order of each head in a Hugging Face checkpoint; None: this project's
     gguf_order: HeadOrder | None = None  # the same in a GGUF file
-    suffix: str = ".weight"  # in a Hugging Face checkpoint; GGUF files always use this one
+    suffix: str = ".weight"  # in a Hugging Face checkpoint; GGUF files have this one, and ".bias" for "_bias"
     ranges: Ranges | None = None  # ranges of the checkpoint's tensor, if this is one rank's part (`gpu.sharding`)
     expert: int | None = None  # its index in the tensor of all experts, in a GGUF file or in a `stack`
     stack: Stack | None = None  # None: the part has its own tensor in a Hugging Face checkpoint
@@ -98,6 +98,12 @@ class Heads:
     scale: float  # scores are multiplied by it
     window: int | None = None  # tokens that a query sees, itself included; None: all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    values: int | None = None  # a value is the first numbers of its key, so many; None: values are cached, too
+
+    @property
+    def cached(self) -> int:
+        """The numbers that a layer caches for a token."""
+        return self.kv * self.dim * (1 if self.values else 2)
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,21 @@ class AttentionSpec:
 class GatedAttentionSpec(AttentionSpec):
     """Attention with its output multiplied by the sigmoid of a gate (Qiu et al., arXiv:2505.06708). The first
     projection has, for each query head, the query and then the gate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec(AttentionSpec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are products of a
+    latent of the token. The latent is cached, with one rotated key that all heads share.
+
+    A head's matrix from latents to keys can be applied to its query instead, and its matrix from latents to values to
+    its output. In that form, which `heads` describes, all query heads have one key: the latent and the rotated key.
+    `qkv` are the projections to queries, to latents and the rotated key, and from latents to each head's key and value.
+    """
+
+    latent_norm: RMSNormSpec
+    query_latent: tuple[Part, RMSNormSpec] | None  # queries are projected from this normalized projection
+    interleaved: bool  # the two numbers of a rotating pair are adjacent, else half of the rotating numbers apart
 
 
 @dataclass(frozen=True)
@@ -195,7 +216,8 @@ class ClampedSwiGLUSpec(SwiGLUSpec):
 class MoESpec:
     """A mixture of experts (Shazeer et al., arXiv:1701.06538): the sum of the `top_k` experts with the largest router
     scores (lower index first if equal), each weighted by the softmax over all scores, or with `normalized` over the
-    chosen scores. The `shared` expert, weighted by the sigmoid of `shared_gate`, is added for every token."""
+    chosen scores. The `shared` expert, weighted by the sigmoid of `shared_gate` if there is one, is added for every
+    token."""
 
     router: Part  # [experts of the model, hidden]
     experts: tuple[SwiGLUSpec, ...]  # all of one kind and shape; a rank may have some of the model's
@@ -204,6 +226,21 @@ class MoESpec:
     first: int = 0  # the index of `experts[0]` in the model
     shared: SwiGLUSpec | None = None  # None: the model has none, or another rank holds it
     shared_gate: Part | None = None  # [1, hidden]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedMoESpec(MoESpec):
+    """A mixture of experts where the router first chooses groups of experts (DeepSeek-V3, arXiv:2412.19437), by the sum
+    of the best two scores in a group, and then experts of these groups.
+
+    Scores are sigmoids, to which `correction` is added for the choices only; without it they are the softmax, and a
+    group has its best score. Weights are the scores, with `normalized` divided by their sum, times `scale`.
+    """
+
+    correction: Part | None  # float32 [experts of the model]
+    num_groups: int
+    top_groups: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -372,6 +409,9 @@ class Architecture:
     full_layers: int = 0  # by default, every n-th layer has no window; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()
+    # Completes the configuration of a header, given the parsed config.json (empty for GGUF files) and the model's name
+    # for errors. Raises ModelError for numbers that contradict each other.
+    complete: Callable[[ModelConfig, Mapping[str, Any], str], ModelConfig] = lambda config, values, source: config
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
     finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # changes outside of the layers
 
@@ -432,13 +472,29 @@ def mixture_of_experts(
     )
 
 
-def with_shared_expert(experts: MoESpec, config: ModelConfig, index: int) -> MoESpec:
-    """Return the mixture of layer `index` with a shared expert, weighted by the sigmoid of a gate."""
-    prefix, gguf = f"model.layers.{index}.mlp.shared_expert", f"blk.{index}.ffn"
-    hidden, inner = config.hidden_size, int(config.numbers["shared_expert_intermediate_size"])
+def stacked_experts(config: ModelConfig, index: int) -> MoESpec:
+    """Return the experts of layer `index`. Files hold a tensor for each matrix, or stack a layer's experts in two."""
+    inner = int(config.numbers["moe_intermediate_size"])
+    gate = Stack("mlp.experts.gate_up_proj", stop=inner, outputs_first=True)
+    return mixture_of_experts(
+        config,
+        index,
+        router="mlp.gate",
+        inner=inner,
+        normalized=bool(config.numbers["norm_topk_prob"]),
+        stacks=(gate, replace(gate, start=inner, stop=None), replace(gate, name="mlp.experts.down_proj", stop=None)),
+    )
+
+
+def with_shared_expert(
+    experts: MoESpec, config: ModelConfig, index: int, inner: int, *, name: str = "shared_expert", gated: bool = True
+) -> MoESpec:
+    """Return the mixture of layer `index` with a shared expert, weighted by the sigmoid of a gate if `gated`."""
+    prefix, gguf, hidden = f"model.layers.{index}.mlp.{name}", f"blk.{index}.ffn", config.hidden_size
     shared = SwiGLUSpec(
         Part(f"{prefix}.gate_proj", f"{gguf}_gate_shexp", (inner, hidden)),
         Part(f"{prefix}.up_proj", f"{gguf}_up_shexp", (inner, hidden)),
         Part(f"{prefix}.down_proj", f"{gguf}_down_shexp", (hidden, inner)),
     )
-    return replace(experts, shared=shared, shared_gate=Part(f"{prefix}_gate", f"{gguf}_gate_inp_shexp", (1, hidden)))
+    gate = Part(f"{prefix}_gate", f"{gguf}_gate_inp_shexp", (1, hidden)) if gated else None
+    return replace(experts, shared=shared, shared_gate=gate)

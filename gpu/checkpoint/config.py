@@ -26,6 +26,7 @@ class RopeScaling:
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
     short_factors: tuple[float, ...] = ()  # longrope, like `long_factors`: a divisor for each rotating pair
     long_factors: tuple[float, ...] = ()
+    mscale_all_dim: float = 0.0  # DeepSeek's scores are multiplied by the square of this attention factor
     query_beta: float = 0.0  # queries are multiplied by 1 + beta ln(1 + floor(position / original context)); 0: by 1
 
     def is_long(self, max_model_len: int) -> bool:

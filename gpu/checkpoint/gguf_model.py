@@ -27,6 +27,7 @@ from gpu.checkpoint.config import (
     shown,
 )
 from gpu.checkpoint.embedder import embedder_of_gguf
+from gpu.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
@@ -66,6 +67,9 @@ def read_tensors(
     for name, tensor, part in _named(file, config):
         if name not in ranges:
             continue
+        if tensor.name.endswith(_FROM_LATENTS[1]):
+            yield name, sliced(_from_latents(file, tensor.name), ranges[name])
+            continue
         dtype, packed = _PLAIN.get(tensor.type.name), file.packed(tensor.name)
         if part is not None and part.expert is not None:
             packed = packed[part.expert]
@@ -75,6 +79,16 @@ def read_tensors(
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype).reshape(shape)
         weight = sliced(whole, ranges[name])
         yield name, weight if part is None else reordered(weight, part.gguf_order)
+
+
+_FROM_LATENTS = ".attn_k_b.weight", ".attn_v_b.weight"  # together, the matrix from latents of DeepSeek
+
+
+def _from_latents(file: GGUFFile, of_values: str) -> npt.NDArray[np.float32]:
+    """Return the matrix from latents to each head's key and value, which a file has as [heads, latents, key] and
+    [heads, value, latents]."""
+    keys, values = file.read(of_values.replace(*reversed(_FROM_LATENTS))), file.read(of_values)
+    return np.concatenate((keys.swapaxes(1, 2), values), 1).reshape(-1, values.shape[2])
 
 
 def _is_fused(part: Part) -> bool:
@@ -100,11 +114,19 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
         parts[part.gguf].append(part)
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
+        if name.endswith(_FROM_LATENTS) and (whole := parts.get(f"{stem[:-3]}kv_b")):
+            keys = file.tensors.get(name.replace(*reversed(_FROM_LATENTS)))
+            if name.endswith(_FROM_LATENTS[1]) and keys is not None and len(tensor.shape) == len(keys.shape) == 3:
+                shape = (tensor.shape[0] * (keys.shape[2] + tensor.shape[1]), tensor.shape[2])
+                fits = keys.shape[:2] == (tensor.shape[0], tensor.shape[2])
+                yield whole[0].weight_name, replace(tensor, shape=shape if fits else tensor.shape), whole[0]
+            continue
         found = parts.get(stem, [])
         several = len(found) if found and found[0].expert is not None else rows_of(found) if len(found) > 1 else None
         if found and several in (None, tensor.shape[0]):
             for part in found:
-                yield part.weight_name if kind == "weight" else f"{part.name}.{kind}", tensor, part
+                is_whole = kind == "weight" or part.suffix == f"_{kind}"
+                yield part.weight_name if is_whole else f"{part.name}.{kind}", tensor, part
         elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS.values()):  # which the configuration has
             yield name, tensor, None
 
@@ -135,11 +157,18 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         family = MIXTRAL
     if family is OLMO2 and file.get(f"{architecture}.attention.sliding_window", int, 0) != 0:
         family = OLMO3
+    if family is DEEPSEEK_V3:
+        is_sigmoid = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
+        family = DEEPSEEK_V3 if is_sigmoid else DEEPSEEK_V2
+        if file.get("deepseek2.expert_gating_func", int, 1 + is_sigmoid) != 1 + is_sigmoid:
+            raise ModelError(f"{file.path.name}: expert_gating_func contradicts the tensors of the router.")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
 
     def find(_: str, field: HeaderField) -> tuple[object, str]:
         key = f"{architecture}.{field.gguf}"
+        if key not in file.metadata:  # as files of DeepSeek were before their keys and values were apart
+            key = key.removesuffix("_mla")
         return file.metadata.get(key), f"metadata {key}"
 
     numbers = Numbers(find, source=file.path.name, own=family.numbers)
@@ -147,7 +176,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     head_dim, num_layers = sizes["head_dim"], sizes["num_hidden_layers"]
     rotary_dim = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
     for key, size in (("attention.value_length", None), ("rope.dimension_count", rotary_dim)):
-        may_differ = size is not None and family.partial_rotary and 0 <= size <= head_dim
+        may_differ = "kv_lora_rank" in family.numbers or (
+            size is not None and family.partial_rotary and 0 <= size <= head_dim
+        )
         if not may_differ and file.get(f"{architecture}.{key}", int, head_dim) != head_dim:
             raise ModelError(
                 f"{file.path.name}: {architecture}.{key} other than the head's size {head_dim} is not supported."
@@ -178,6 +209,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
         numbers=numbers.own(),
     )
+    config = family.complete(config, {}, file.path.name)
     check_config(config, source=file.path.name)
     return config
 

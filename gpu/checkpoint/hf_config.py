@@ -89,6 +89,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         bos_token_id=next(iter(token_ids(values, "bos_token_id", source=f"{source}, config.json")), None),
         numbers=fields.own(),
     )
+    config = family.complete(config, values, source)
     check_config(config, source=source)
     return config
 
@@ -286,6 +287,7 @@ def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool, mscale: float
     factor = numbers.number("factor")
     if kind == "linear":
         return RopeScaling(rope_type="linear", factor=factor)
+    mscale_all_dim = numbers.number("mscale_all_dim", 0.0)
     return RopeScaling(
         rope_type="yarn",
         factor=factor,
@@ -294,9 +296,9 @@ def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool, mscale: float
         beta_slow=numbers.number("beta_slow", 1.0),
         truncate=truncate,
         attention_factor=numbers.number(
-            "attention_factor",
-            yarn_attention_factor(factor, numbers.number("mscale", mscale), numbers.number("mscale_all_dim", 0.0)),
+            "attention_factor", yarn_attention_factor(factor, numbers.number("mscale", mscale), mscale_all_dim)
         ),
+        mscale_all_dim=mscale_all_dim,
     )
 
 

@@ -30,6 +30,8 @@ _OF_DRAFTS = re.compile(r"(model\.)?mtp\..+")  # layers that predict several tok
 _SKIPPED = {"the vision model": _OF_IMAGES, "multi-token prediction": _OF_DRAFTS}
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
+# A layer after the model's own that predicts further tokens has this tensor, and all its tensors are skipped.
+_LAYER, _OF_NEXT = re.compile(r"model\.layers\.(\d{1,5})\..+"), "model.layers.{}.eh_proj.weight"
 _NAMES_SHOWN = 8  # names of each kind in an error: one missing layer alone has a dozen
 
 
@@ -98,6 +100,7 @@ class _Check:
         self._shapes = shapes_of(spec or spec_of(config))
         self._missing = dict(self._shapes)
         self.skipped: Counter[str] = Counter()
+        self._beyond: dict[int, list[str]] = defaultdict(list)  # tensors of layers after the model's own
         self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -106,6 +109,9 @@ class _Check:
                 self.skipped[kind] += 1
                 return False
         if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
+            return False
+        if (found := _LAYER.fullmatch(name)) and int(found[1]) >= self._config.num_hidden_layers:
+            self._beyond[int(found[1])].append(name)
             return False
         expected = self._missing.pop(name, None)
         if expected == shape:
@@ -119,6 +125,11 @@ class _Check:
         return False
 
     def end(self, source: str) -> None:
+        for layer, names in self._beyond.items():
+            if _OF_NEXT.format(layer) in names:
+                self.skipped["multi-token prediction"] += len(names)
+            else:
+                self._faults["with no place"] += map(shown, names)
         self._faults["missing"] += self._missing
         faults = [
             f"{len(names)} {kind}: {', '.join(names[:_NAMES_SHOWN])}"

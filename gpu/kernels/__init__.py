@@ -23,7 +23,7 @@ step         Updates of the device's tables, a step's inputs, and its sampled to
 
 from gpu.kernels.attention import AttentionWork, list_attention_work, paged_attention
 from gpu.kernels.elementwise import add_rms_norm, clamped_swiglu, gather_rows, gelu_and_mul, silu_and_mul
-from gpu.kernels.experts import Groups, combine, group_rows, grouped_linear, route
+from gpu.kernels.experts import Groups, combine, group_rows, grouped_linear, route, route_in_groups
 from gpu.kernels.logits import LogprobTensors, add_bias, apply_bitmask, apply_penalties, compute_logprobs
 from gpu.kernels.rope import rope_and_cache
 from gpu.kernels.sample import sample_tokens
@@ -49,6 +49,7 @@ __all__ = [
     "record_step",
     "rope_and_cache",
     "route",
+    "route_in_groups",
     "sample_tokens",
     "scatter_words",
     "silu_and_mul",

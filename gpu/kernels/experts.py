@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,35 @@ def route(logits: torch.Tensor, top_k: int, normalized: bool) -> tuple[torch.Ten
     scores, experts = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
     shares = (scores[:, :top_k] if normalized else scores).softmax(-1)
     return shares[:, :top_k].contiguous(), experts[:, :top_k]
+
+
+def route_in_groups(
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    top_k: int,
+    *,
+    num_groups: int,
+    top_groups: int,
+    normalized: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts of the best groups, as `gpu.checkpoint.architecture.GroupedMoESpec` has it: logits float32
+    [T, experts] and `correction` [experts] -> shares float32 [T, top_k] and experts int64 [T, top_k].
+
+    Of equal scores the lower group or expert comes first.
+    """
+    scores = logits.softmax(-1) if correction is None else logits.sigmoid()
+    ranked = scores if correction is None else scores + correction
+    if top_groups < num_groups:
+        of_groups = ranked.unflatten(1, (num_groups, -1))
+        best = of_groups.topk(1 if correction is None else 2, -1).values.sum(-1)
+        others = best.argsort(dim=-1, descending=True, stable=True)[:, top_groups:]
+        ranked = of_groups.scatter(1, others.unsqueeze(2).expand(-1, -1, of_groups.shape[2]), -math.inf).flatten(1)
+    experts = ranked.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    shares = scores.gather(1, experts)
+    if normalized:
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    return shares * scale, experts
 
 
 def group_rows(experts: torch.Tensor, num_experts: int, first: int = 0) -> Groups:

@@ -2,10 +2,11 @@
 
 In reading order:
 
-layers         Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
-delta_net      Linear attention with a state for each request.
-blocks         Attention, feed-forward network and experts of a transformer's layer.
-decoder        The decoder-only transformer, built from a model's specification.
-communicators  Tensor ranks by torch.distributed, and tensors in shared memory.
-torch_model    `CausalLM` behind the runner's interface: numpy in, numpy out.
+layers            Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
+delta_net         Linear attention with a state for each request.
+latent_attention  Attention over a latent for each token.
+blocks            Attention, feed-forward network and experts of a transformer's layer.
+decoder           The decoder-only transformer, built from a model's specification.
+communicators     Tensor ranks by torch.distributed, and tensors in shared memory.
+torch_model       `CausalLM` behind the runner's interface: numpy in, numpy out.
 """

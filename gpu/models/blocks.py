@@ -15,13 +15,16 @@ from gpu.checkpoint.architecture import (
     GatedAttentionSpec,
     GatedDeltaSpec,
     GeGLUSpec,
+    GroupedMoESpec,
     Heads,
+    LatentAttentionSpec,
     MoESpec,
     SwiGLUSpec,
 )
-from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route
+from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route, route_in_groups
 from gpu.models import layers
 from gpu.models.delta_net import GatedDeltaNet
+from gpu.models.latent_attention import LatentAttention
 from gpu.sharding import Communicator, share
 
 ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.graphs`)
@@ -73,7 +76,7 @@ class MoE(nn.Module):
         ranks = self._communicator
         if ranks is not None and self._is_spread and exchanges(len(hidden), ranks.size, self.spec.top_k):
             return self._exchanged(hidden, ranks)
-        shares, experts = route(self.router(hidden), self.spec.top_k, self.spec.normalized)
+        shares, experts = self._route(hidden)
         self.chosen = experts
         groups = group_rows(experts, len(self.spec.experts), self.spec.first)
         output = combine(self._experts(hidden, groups), shares)
@@ -82,6 +85,10 @@ class MoE(nn.Module):
         if ranks is not None:
             ranks.all_reduce_(output)
         return output
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the shares and the experts of each token (`gpu.kernels.route`)."""
+        return route(self.router(hidden), self.spec.top_k, self.spec.normalized)
 
     def _experts(self, hidden: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[T, hidden] -> [M, hidden], in the order of the pairs' numbers, zero for pairs of other ranks' experts"""
@@ -92,8 +99,8 @@ class MoE(nn.Module):
     def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the shared expert."""
         assert self.shared is not None
-        assert self.shared_gate is not None
-        return self.shared(hidden).mul_(self.shared_gate(hidden).sigmoid_())
+        shared = self.shared(hidden)
+        return shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid_())
 
     def _exchanged(self, hidden: torch.Tensor, ranks: Communicator) -> torch.Tensor:
         """Compute the layer as `forward` does, by all-to-all."""
@@ -102,7 +109,7 @@ class MoE(nn.Module):
         owned = [share(num_experts, ranks.size, rank) for rank in range(ranks.size)]
 
         own = hidden[slice(*tokens[ranks.rank])]
-        shares, experts = route(self.router(own), top_k, self.spec.normalized)
+        shares, experts = self._route(own)
         groups = group_rows(experts, num_experts)  # so by rank, too
         counts = ranks.all_gather(groups.starts.diff(), [num_experts] * ranks.size).view(ranks.size, num_experts)
         self.chosen = None
@@ -137,6 +144,35 @@ class MoE(nn.Module):
             for part, bias in zip(parts, biases, strict=True):
                 if bias is not None:
                     yield f"{part.name}.bias", bias
+
+
+class GroupedMoE(MoE):
+    """The layer of a `GroupedMoESpec`. The router computes in float32."""
+
+    spec: GroupedMoESpec
+
+    def __init__(self, spec: GroupedMoESpec, place: layers.Place) -> None:
+        super().__init__(spec, place)
+        self.router = layers.Linear(spec.router, place=replace(place, dtype=torch.float32))
+        count = spec.router.shape[0]
+        self.correction = None if spec.correction is None else place.parameter(count, dtype=torch.float32)
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self.spec
+        return route_in_groups(
+            self.router(hidden.float()),
+            self.correction,
+            spec.top_k,
+            num_groups=spec.num_groups,
+            top_groups=spec.top_groups,
+            normalized=spec.normalized,
+            scale=spec.scale,
+        )
+
+    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().weight_slots()
+        if self.correction is not None and self.spec.correction is not None:
+            yield self.spec.correction.weight_name, self.correction
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -214,10 +250,11 @@ class GatedSelfAttention(SelfAttention):
         return self.out(output.mul_(gated[:, 1::2].sigmoid()).flatten(1))
 
 
-ATTENTION: dict[type, type[SelfAttention] | type[GatedDeltaNet]] = {
+ATTENTION: dict[type, type[SelfAttention] | type[GatedDeltaNet] | type[LatentAttention]] = {
     AttentionSpec: SelfAttention,
     GatedAttentionSpec: GatedSelfAttention,
     GatedDeltaSpec: GatedDeltaNet,
+    LatentAttentionSpec: LatentAttention,
 }
 
 
@@ -246,4 +283,9 @@ class GeGLU(SwiGLU):
         return self.down(layers.gelu_and_mul(self.gate_up(hidden)))
 
 
-FEED_FORWARD: dict[type, Callable[..., SwiGLU | MoE]] = {SwiGLUSpec: SwiGLU, GeGLUSpec: GeGLU, MoESpec: MoE}
+FEED_FORWARD: dict[type, Callable[..., SwiGLU | MoE]] = {
+    SwiGLUSpec: SwiGLU,
+    GeGLUSpec: GeGLU,
+    MoESpec: MoE,
+    GroupedMoESpec: GroupedMoE,
+}

@@ -18,7 +18,8 @@ from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, Heads, Layer
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_cache import kv_layout
-from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE, SelfAttention
+from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
+from gpu.models.delta_net import GatedDeltaNet
 from gpu.models.layers import Embedding, LMHead, Place, Product, RMSNorm, RotaryEmbedding, Rotation, weight_slots
 from gpu.sharding import Communicator, vocabulary
 
@@ -75,7 +76,7 @@ class CausalLM(nn.Module):
         for mixture, row in zip(self._mixtures, self.tokens_of_experts, strict=True):
             mixture.num_tokens = row
         attentions = [layer.attention for layer in layers]
-        self._backends = [each.backend for each in attentions if isinstance(each, SelfAttention)]
+        self._backends = [each.backend for each in attentions if not isinstance(each, GatedDeltaNet)]
         self._layout = kv_layout(config, spec)
         self.norm = None if spec.norm is None else RMSNorm(spec.norm, place)
         self._softcap = spec.softcap

@@ -9,8 +9,12 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -28,6 +32,8 @@ from engine.plan import most_blocks
 from tests.engine.helpers import byte_level_tokenizer, make_request
 from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
+from tests.gpu.deepseek_models import BOTH, GROUPS, LATENT
+from tests.gpu.deepseek_models import EXPERTS as GROUPED
 from tests.gpu.oracles import LLAMA3_ROPE, SMALL, YARN
 from tests.selection import slow_except
 
@@ -37,6 +43,7 @@ MAX_MODEL_LEN = 96
 SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2}
 GEMMA = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11}
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+OWN: dict[str, Any] = {"vocab_size": VOCAB}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=11),
@@ -47,6 +54,12 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig(**SHAPE | GEMMA | {"num_key_value_heads": 1}),
     "mixtral": MixtralConfig(**SHAPE, **EXPERTS),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE | EXPERTS | {"head_dim": 16, "moe_intermediate_size": 24}),
+    "deepseek-v3": DeepseekV3Config(**LATENT | OWN, **GROUPS, first_k_dense_replace=1, rope_parameters=YARN | BOTH),
+    "deepseek-v2": DeepseekV2Config(
+        **LATENT | OWN | {"q_lora_rank": None}, **GROUPS, topk_method="group_limited_greedy", first_k_dense_replace=1
+    ),
+    "glm-flash": Glm4MoeLiteConfig(**LATENT | OWN),
+    "glm-moe": Glm4MoeConfig(**SHAPE | GROUPED | {"head_dim": 16}, use_qk_norm=True),
     "gpt-oss-window": GptOssConfig(**SHAPE, **EXPERTS, sliding_window=11, swiglu_limit=1.5, rope_parameters=YARN),
 }
 
@@ -62,7 +75,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     torch.manual_seed(2)
     oracle = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
+        for name, parameter in oracle.state_dict().items():
             if "norm" in name or name.endswith("bias"):
                 parameter.normal_(1.0, 0.3)  # their init is ones and zeros, which hides what is not applied
     directory = tmp_path_factory.mktemp(request.param)

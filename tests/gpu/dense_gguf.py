@@ -22,17 +22,25 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "glm4": "glm4",
     "qwen2_moe": "qwen2moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }
 PERMUTED = {"mistral3", "granite", "smollm3"}
-RENAMED = {"shared_mlp.output_linear": "mlp.down_proj"}
+RENAMED = {"shared_mlp.output_linear": "mlp.down_proj", "e_score_correction_bias": "e_score_correction.bias"}
 
 
-def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False, kind: str = "F32") -> Path:
-    """Write the file; `squeezed` as older converters did, without dimensions of 1. Matrices are of type `kind`."""
+def write_gguf(
+    path: Path, oracle: PreTrainedModel, *, squeezed: bool = False, kind: str = "F32", split: bool = True
+) -> Path:
+    """Write the file; `squeezed` as older converters did, without dimensions of 1. Matrices are of type `kind`.
+    Without `split`, as older converters did, DeepSeek's matrix from latents is whole."""
     config = oracle.config
     name = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(str(path), name)
     _describe(writer, config)
+    if hasattr(config, "kv_lora_rank"):
+        _describe_latents(writer, config, split)
     architecture = getattr(gguf.MODEL_ARCH, name.upper())
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -46,6 +54,12 @@ def write_gguf(path: Path, oracle: PreTrainedModel, *, squeezed: bool = False, k
         if "shared_mlp.input_linear" in given:
             for each, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
                 writer.add_tensor(_name(names, given.replace("shared_mlp.input_linear", f"mlp.{each}")), rows)
+            continue
+        if part == "kv_b_proj" and split:
+            matrices = values.reshape(config.num_attention_heads, -1, values.shape[1])
+            to_keys, to_values = np.split(matrices, [config.qk_nope_head_dim], 1)
+            writer.add_tensor(_name(names, given.replace(part, "k_b_proj")), to_keys.swapaxes(1, 2).copy())
+            writer.add_tensor(_name(names, given.replace(part, "v_b_proj")), to_values.copy())
             continue
         for old, new in RENAMED.items():
             in_hf = in_hf.replace(old, new)
@@ -82,9 +96,11 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(inner)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if not hasattr(config, "kv_lora_rank"):
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if not hasattr(config, "kv_lora_rank"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(full["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
@@ -94,7 +110,7 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(full["factor"])
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-        if "mscale_all_dim" in full:
+        if "mscale_all_dim" in full and not hasattr(config, "kv_lora_rank"):
             writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
         if "llama_4_scaling_beta" in full:
             writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
@@ -121,3 +137,32 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _describe_latents(writer: gguf.GGUFWriter, config: Any, split: bool) -> None:
+    values = config.to_dict()
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if split:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+        key, value = config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank
+    writer.add_key_length(key)
+    writer.add_value_length(value)
+    writer.add_head_count_kv(1 if split else config.num_attention_heads)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    dense = [index for index, kind in enumerate(values.get("mlp_layer_types", ())) if kind == "dense"]
+    writer.add_leading_dense_block_count(values.get("first_k_dense_replace", len(dense)))
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    if values.get("topk_method") != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if "mscale_all_dim" in config.rope_parameters:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])

@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gpu.checkpoint import ModelError, open_model
 from gpu.weights.tensors import weights_of
 from tests.engine.helpers import byte_level_tokenizer
+from tests.gpu.deepseek_models import DEEPSEEK
 from tests.gpu.dense_models import DENSE, FULL, GROWING, MSCALES, SLIDING, WINDOWS, YARN, longrope
 from tests.gpu.oracles import Runner, build, expected, prompt
 
@@ -90,6 +91,28 @@ VALUES: dict[str, list[Any]] = {
     "quantization_config": [None, {"quant_method": "aqlm"}],
     "model_type": ["llama", "mistral", "phi3", None],
 }
+# Only for the families with these keys.
+OF_DEEPSEEK: dict[str, list[Any]] = {
+    "q_lora_rank": [None, 24, 16, 0],
+    "kv_lora_rank": [20, 16, None],
+    "qk_nope_head_dim": [12, 8, 14, None],
+    "qk_rope_head_dim": [8, 12, 7, None],
+    "v_head_dim": [10, 12, None],
+    "n_group": [1, 2, 4, 8, 3, 0, None],
+    "topk_group": [1, 2, 3, 4, 5, 0, None],
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc", None],
+    "scoring_func": ["sigmoid", "softmax", None],
+    "norm_topk_prob": FLAGS,
+    "routed_scaling_factor": NUMBERS,
+    "n_routed_experts": [8, 4, None],
+    "num_experts_per_tok": [1, 2, 3, 4, 6, 9, None],
+    "n_shared_experts": [1, 2, 0, None],
+    "first_k_dense_replace": [0, 1, 2, 4, None],
+    "mlp_layer_types": [None, ["dense"] + ["sparse"] * 3, ["sparse"] * 4, ["dense"] * 4, ["dense", "sparse"]],
+    "moe_layer_freq": [1, 2, None],
+    "rope_interleave": FLAGS,
+    "use_qk_norm": FLAGS,
+}
 NESTED: dict[str, list[Any]] = {
     "rope_theta": [50.0, 1e6, None],
     "rope_type": ["default", "yarn", "linear", "longrope", None],
@@ -106,11 +129,11 @@ NESTED: dict[str, list[Any]] = {
 }
 
 
-def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+def mutated(values: dict[str, Any], chance: random.Random, choices: dict[str, list[Any]] = VALUES) -> dict[str, Any]:
     """Return values with one to three changes."""
     values = json.loads(json.dumps(values))
     for _ in range(chance.choice([1, 1, 2, 3])):
-        known = [key for key in VALUES if key in values or chance.random() < 0.2]
+        known = [key for key in choices if key in values or chance.random() < 0.2]
         what, rope = chance.random(), values.get("rope_parameters")
         if what < 0.3 and isinstance(rope, dict) and rope:
             inner = [each for each in rope.values() if isinstance(each, dict)]
@@ -124,7 +147,7 @@ def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
             values.pop(chance.choice(known), None)
         else:
             key = chance.choice(known)
-            values[key] = chance.choice(VALUES[key])
+            values[key] = chance.choice(choices[key])
     return values
 
 
@@ -148,9 +171,9 @@ class Judge:
 
     def __init__(self, name: str, folder: Path) -> None:
         torch.manual_seed(4)
-        oracle = AutoModelForCausalLM.from_config(DENSE[name], attn_implementation="eager").eval()
+        oracle = AutoModelForCausalLM.from_config({**DENSE, **DEEPSEEK}[name], attn_implementation="eager").eval()
         with torch.no_grad():
-            for parameter_name, parameter in oracle.named_parameters():
+            for parameter_name, parameter in oracle.state_dict().items():
                 if "norm" in parameter_name or parameter_name.endswith("bias"):
                     parameter.normal_(1.0, 0.3)
         oracle.save_pretrained(folder)
@@ -160,7 +183,8 @@ class Judge:
 
     def outcome(self, seed: int) -> str:
         """Return "refused", or "equal". Raises AssertionError for anything else, with the changed configuration."""
-        values = mutated(self.values, random.Random(f"{self.name} {seed}"))
+        choices = VALUES | OF_DEEPSEEK if self.name in DEEPSEEK else VALUES
+        values = mutated(self.values, random.Random(f"{self.name} {seed}"), choices)
         (self.folder / "config.json").write_text(json.dumps(values))
         try:
             files = open_model(str(self.folder))

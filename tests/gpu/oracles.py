@@ -30,6 +30,7 @@ from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import reordered, unstacked
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
+from tests.gpu.deepseek_models import DEEPSEEK, DEEPSEEK_NAMES
 from tests.gpu.dense_models import DENSE, DENSE_NAMES
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.gpu.sink_models import SinksConfig
@@ -108,9 +109,10 @@ ORACLES |= {
         rope_parameters=YARN,
     ),
 }
-ORACLES |= DENSE
+ORACLES |= DENSE | DEEPSEEK
 FROM_THEIR_CONFIG = {
     **DENSE_NAMES,
+    **DEEPSEEK_NAMES,
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "mixtral": "MixtralForCausalLM",

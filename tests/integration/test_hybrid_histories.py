@@ -1,5 +1,6 @@
-"""Models with states under the law: whatever happened to a request, its greedy tokens are those of its solo, cold run
-(`tests.golden.histories`). And what a second turn of a long conversation costs."""
+"""Models with states, and models with latents instead of keys and values, under the law: whatever happened to a
+request, its greedy tokens are those of its solo, cold run (`tests.golden.histories`). And what a second turn of a long
+conversation costs."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from gpu.worker import Worker
 from tests.engine.helpers import make_request
 from tests.golden.driving import RecordedExecutor, drive, plans_of
 from tests.golden.histories import History, Law, load, small_model, weights_of
+from tests.gpu.deepseek_models import OWN_NAMES
 
 NUM_HISTORIES = int(os.environ.get("HEADRACE_HISTORIES", "200"))
 LINEAR: dict[str, Any] = {
@@ -36,6 +38,7 @@ EXPERTS = {
     "shared_expert_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+LATENT = "DeepseekV3ForCausalLM"
 MODELS = {
     "Qwen3NextForCausalLM": LINEAR | EXPERTS,
     "Qwen3_5ForCausalLM": LINEAR,
@@ -47,9 +50,11 @@ def hybrid(name: str, **changes: Any) -> ModelConfig:
     return small_model(architecture=name, numbers=MODELS[name], layer_types=layers, qk_norm=True, **changes)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[*MODELS, LATENT])
 def law(request, tmp_path_factory) -> Iterator[Law]:
-    core = load(hybrid(request.param), dtype="float32")
+    latent = request.param == LATENT
+    config = small_model(architecture=LATENT, **OWN_NAMES) if latent else hybrid(request.param)
+    core = load(config, dtype="float32")
     yield Law(core, tmp_path_factory.mktemp("kv"), exact=False)
     core.shutdown()
 
@@ -61,7 +66,8 @@ def test_tokens_are_those_of_a_solo_cold_run(law: Law):
             History(law, seed).tell()
         except AssertionError as error:
             raise AssertionError(f"history {seed}: {error}") from error
-    for event in ("hits", "checkpoints", "preempted", "chunks", "mixed steps", "left", "restarted"):
+    own = "checkpoints" if law.has_states else "loaded"
+    for event in ("hits", own, "preempted", "chunks", "mixed steps", "left", "restarted"):
         assert law.seen[event] > 0, f"the histories never went through: {event}"
     assert law.seen["near ties"] <= NUM_HISTORIES / 20
 

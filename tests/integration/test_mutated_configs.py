@@ -1,7 +1,9 @@
-"""Configurations of the dense families with random changes: each is refused by name, or gives transformers' logits."""
+"""Configurations of the dense families, and of those with latent attention, with random changes: each is refused by
+name, or gives transformers' logits."""
 
 import pytest
 
+from tests.gpu.deepseek_models import DEEPSEEK
 from tests.gpu.mutated_configs import run
 
 FIRST, COUNT = 1_000_000, 200
@@ -19,8 +21,11 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+COUNTS = {**dict.fromkeys(NAMES, COUNT), **dict.fromkeys(DEEPSEEK, COUNT // 2)}
+
+
+@pytest.mark.parametrize("name", COUNTS)
 def test_a_changed_configuration_is_refused_or_right(name: str) -> None:
-    outcomes, wrong = run(name, FIRST, COUNT)
+    outcomes, wrong = run(name, FIRST, COUNTS[name])
     assert not wrong, "\n".join(wrong)
-    assert min(outcomes["refused"], outcomes["equal"]) > COUNT // 10
+    assert min(outcomes["refused"], outcomes["equal"]) > COUNTS[name] // 10

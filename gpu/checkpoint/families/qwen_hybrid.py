@@ -115,18 +115,8 @@ def _delta_net(config: ModelConfig, index: int, by_key_head: bool) -> architectu
 
 
 def _experts(config: ModelConfig, index: int) -> architecture.MoESpec:
-    """Return the experts of a layer. Files hold a tensor for each matrix, or stack a layer's experts in two tensors."""
-    inner = int(config.numbers["moe_intermediate_size"])
-    gate = architecture.Stack("mlp.experts.gate_up_proj", stop=inner, outputs_first=True)
-    experts = architecture.mixture_of_experts(
-        config,
-        index,
-        router="mlp.gate",
-        inner=inner,
-        normalized=bool(config.numbers["norm_topk_prob"]),
-        stacks=(gate, replace(gate, start=inner, stop=None), replace(gate, name="mlp.experts.down_proj", stop=None)),
-    )
-    return architecture.with_shared_expert(experts, config, index)
+    inner = int(config.numbers["shared_expert_intermediate_size"])
+    return architecture.with_shared_expert(architecture.stacked_experts(config, index), config, index, inner)
 
 
 def _finish(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture.DecoderSpec:

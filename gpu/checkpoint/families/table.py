@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gpu.checkpoint import architecture
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
+from gpu.checkpoint.families.deepseek import DEEPSEEK
 from gpu.checkpoint.families.dense import DENSE, interleaved_in_gguf
 from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
 from gpu.checkpoint.families.qwen_hybrid import HYBRIDS
@@ -113,7 +114,8 @@ def _qwen2_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
     if index in config.dense_layers:
         return layer
     assert isinstance(layer.feed_forward, architecture.MoESpec)
-    return replace(layer, feed_forward=architecture.with_shared_expert(layer.feed_forward, config, index))
+    inner = int(config.numbers["shared_expert_intermediate_size"])
+    return replace(layer, feed_forward=architecture.with_shared_expert(layer.feed_forward, config, index, inner))
 
 
 QWEN2_MOE = replace(
@@ -209,7 +211,7 @@ MISTRAL = architecture.Architecture(
 )
 
 
-_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE)
+_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE, *DEEPSEEK)
 FAMILIES: dict[str, architecture.Architecture] = {family.name: family for family in _FAMILIES}
 FAMILIES |= HYBRIDS
 # Vision models, of which only the text part is served. The text part's own model_type wins over this table.

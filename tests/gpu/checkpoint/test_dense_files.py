@@ -43,7 +43,7 @@ def made(config: PreTrainedConfig, kind: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(3)
     oracle = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
+        for name, parameter in oracle.state_dict().items():
             if "norm" in name or name.endswith("bias"):
                 parameter.normal_(1.0, 0.3)
     return oracle

@@ -13,6 +13,7 @@ from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
+from tests.gpu.deepseek_models import DEEPSEEK
 from tests.gpu.dense_models import DENSE
 from tests.gpu.oracles import model_config
 from tests.gpu.paging import Span, make_group_metadata, positions_of
@@ -93,6 +94,7 @@ CONFIGS = {
 }
 SOME = ("ministral3", "phi4-mini-long", "granite", "smollm3-window", "olmo3", "glm4", "qwen2-moe")
 CONFIGS |= {name: replace(model_config(DENSE[name]), num_hidden_layers=2, layer_types=WINDOWS) for name in SOME}
+CONFIGS["glm-moe"] = replace(model_config(DEEPSEEK["glm-moe"]), num_hidden_layers=2, layer_types=WINDOWS)
 
 
 @pytest.mark.parametrize("name", slow_except(CONFIGS, "llama", "gemma2", "sinks"))

@@ -23,6 +23,7 @@ from gpu.models.communicators import SharedTensors
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from tests.golden.histories import small_model
+from tests.gpu.deepseek_models import OWN_NAMES
 from tests.gpu.native_builds import needs_library
 from tests.gpu.parallel.ranks import (
     PROCESSES,
@@ -61,6 +62,8 @@ MIXTURES: dict[str, ModelConfig] = {
         attention_bias=True,
         numbers=EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     ),
+    "deepseek-v3": small_model(architecture="DeepseekV3ForCausalLM", **OWN_NAMES),
+    "deepseek-v2": small_model(architecture="DeepseekV2ForCausalLM", **OWN_NAMES),
     "gpt-oss": small_model(
         architecture="GptOssForCausalLM",
         attention_bias=True,

@@ -105,7 +105,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
                 if shares_port:
                     await _loaded_or_ended(server, shutdown)
                 yield
-                # A step or a loading thread cannot be interrupted, and must not keep the process if it hangs.
+                # A step or a loading thread cannot be interrupted, and must not keep the process alive if it hangs.
                 last_resort = threading.Timer(ENGINE_END_SECONDS, _end_without_engine)
                 last_resort.daemon = True
                 last_resort.start()

@@ -75,7 +75,7 @@ class LLM(engine.frontend.llm.LLM):
             core = core_factory(chosen, files)()
             sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
         super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
-        weakref.finalize(self, self._engine.close)  # garbage collection ends no worker process
+        weakref.finalize(self, self._engine.close)  # garbage collection alone would leave worker processes
         self._settings, self._files = chosen, files
 
     def generate(
@@ -135,7 +135,7 @@ class LLM(engine.frontend.llm.LLM):
         begins = not continue_final_message
         answers = self.generate(prompts, per_prompt, progress=use_tqdm, begins_message=begins)
         for choice in (choice for answer in answers for choice in answer.choices):
-            choice.text = choice.text.replace(SPECIAL_MARK, "")  # before the special tokens that are tags
+            choice.text = choice.text.replace(SPECIAL_MARK, "")  # the mark of special tokens that are tags
         return answers
 
     def embed(

@@ -135,8 +135,8 @@ def _limit_time(timeout: float) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- end when stopped
-# A stopped process (SIGSTOP) cannot answer, so a child of its own watches its state and kills it. For processes with a
-# foreign parent; our own parents watch for it themselves (`gpu.parallel.multiproc`). A busy process is not stopped.
+# A stopped process (SIGSTOP) cannot answer, so it starts a child that watches its state and kills it. Only processes
+# that another program starts need this; ours watch their children (`gpu.parallel.multiproc`).
 
 
 _WATCH = """

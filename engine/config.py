@@ -25,7 +25,7 @@ class EngineConfig:
     facts: ModelFacts = field(default_factory=ModelFacts)
     # Steps in flight. At 2 the device finds the next step waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
-    # Pipeline stages of the device, each of which computes another plan. A request is in one plan at a time, so the
+    # Pipeline stages of the device, each of which computes a different plan. A request is in one plan at a time, so the
     # running requests are divided among as many plans as there are stages.
     num_stages: int = 1
     eos_token_ids: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class EngineConfig:
         if not 1 <= self.pipeline_depth <= max(2, self.num_stages):
             raise ValueError(f"pipeline_depth must be 1 to {max(2, self.num_stages)}, got {self.pipeline_depth}.")
         if self.facts.state_bytes and (self.pipeline_depth > 1 or self.num_stages > 1 or self.max_sampled_tokens > 1):
-            raise ValueError("A model with states runs with one step in flight, one stage and one token a decode.")
+            raise ValueError("A model with states takes one step in flight, one stage and one token per decode.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -66,7 +66,7 @@ class Vocabulary:
         """
         skipped = frozenset[int]()
         if skip_special_tokens:
-            skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly one set for all
+            skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly the same set
         decoder: TokenDecoder
         decoder = _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped, after)
         return _MarkingDecoder(decoder, {each: self.token_bytes(each).decode() for each in shown}) if shown else decoder

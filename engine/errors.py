@@ -113,7 +113,7 @@ class ErrorInWords(msgspec.Struct, array_like=True):
         """Return the error, of the same class if it is a HeadraceError that is known here, else EngineDead."""
         kind = _known_errors().get(self.kind, EngineDead)
         error = kind.__new__(kind)
-        Exception.__init__(error, self.message)  # a class with other arguments has already made its message from them
+        Exception.__init__(error, self.message)  # not __init__, which would make a message of its arguments
         if self.traceback:
             error.__cause__ = RemoteError(self.traceback)
         return error

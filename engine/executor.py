@@ -42,8 +42,8 @@ class Executor(Protocol):
            calls it now and then, and raises StepAbandoned from `result`. The plan's diffs have been applied then, and
            no request has advanced.
         4. After any other error no request may have advanced either. The diffs may have been applied or not: the next
-           plan removes all requests and removals of this one. `submit` must raise errors that it can detect, so that no
-           further step is planned.
+           plan again removes all requests of this plan, and all that it removed. `submit` must raise errors that it can
+           detect, so that no further step is planned.
         5. The results of steps after a failed step are waited for and dropped. Such a step may compute anything or
            raise, but may only write to blocks of its requests.
         """
@@ -76,7 +76,7 @@ class CountsExperts(Protocol):
 
     def tokens_of_experts(self) -> list[list[int]]:
         """Return the tokens of each expert since the start, for each layer with experts, as if one device computed the
-        model. They may be as of the latest step with a number divisible by `STEPS_BETWEEN_EXPERT_LOADS`."""
+        model. The counts may be those after the latest step with a number divisible by `STEPS_BETWEEN_EXPERT_LOADS`."""
         ...
 
 
@@ -89,8 +89,8 @@ class Profiles(Protocol):
         ...
 
     def stop_profile(self) -> list[dict[str, Any]]:
-        """Return the events since then in Chrome's trace format, in microseconds of `time.monotonic()`, on tracks from
-        3 on. Raises ProfileTooLarge for more than `MAX_PROFILE_BYTES`, and errors of the device or a disk."""
+        """Return the events since `start_profile` in Chrome's trace format, in microseconds of `time.monotonic()`, with
+        a `tid` from 3 on. Raises ProfileTooLarge above `MAX_PROFILE_BYTES`, and errors of device or disk."""
         ...
 
 

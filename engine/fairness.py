@@ -1,4 +1,4 @@
-"""Fair sharing between tenants: a queue that serves them in turn, threads that do, and a cache with a part for each."""
+"""Fair sharing between tenants: a queue and threads that serve them in turn, and a shared cache."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     lenient: bool = False  # ignore schema keywords that no grammar enforces (of tags: in marked schemas)
     whitespace_pattern: str | None = None  # a regular expression for the whitespace instead
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; "" as first: already opened
-    answer_opening: str = ""  # text behind the reasoning, or without one at the beginning, that opens the answer
+    answer_opening: str = ""  # text before the answer, after the reasoning if there is any
 
     @property
     def size(self) -> int:
@@ -502,7 +502,7 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True,
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
-    """A delta of one choice for the caller of `AsyncLLM.stream`, of several steps if the caller is slow.
+    """A delta of one choice for the caller of `AsyncLLM.stream`. It covers several steps if the caller is slow.
 
     `text`, `token_ids` and `logprobs` are deltas. Text may lag behind the token ids: text that could become part of a
     stop string or of an unfinished character is held back.
@@ -532,14 +532,14 @@ class ModelFacts(msgspec.Struct, kw_only=True, frozen=True):
     """The facts of a model on a device that the engine must know. The worker of the device sets them, once."""
 
     kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.plan`)
-    prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
+    prompt_form_differs: bool = False  # keys and values of a token have other bits in a prompt than in an answer
     compute_form: str = ""  # device and form of the weights, in words: with another one, logits differ
     is_batch_invariant: bool = False  # a token's bits depend only on its request
-    state_bytes: int = 0  # of a request's state in all layers that have one instead of keys and values; 0: none has
+    state_bytes: int = 0  # of one request, in all layers with a state instead of keys and values
     num_checkpoints: int = 0  # copies of states that there is memory for
 
 
-FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows", "state_bytes", "num_checkpoints")  # which a simulation needs
+FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows", "state_bytes", "num_checkpoints")  # a simulation needs them
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

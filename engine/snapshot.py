@@ -76,7 +76,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     step: int
     time: float  # when it began
-    seconds: float  # from its begin to its result
+    seconds: float  # from its start to its result
     outcome: StepOutcome
     num_requests: int
     num_prefill_tokens: int

@@ -196,8 +196,8 @@ class KVLayout:
 
 
 def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
-    """Group the layers of equal attention window. A group has as many layers as have the rarest window; the last group
-    of a window may be smaller.
+    """Group the layers of equal attention window. A group has as many layers as the rarest window; the last group of a
+    window may be smaller.
 
     The groups are the same for all ranks of a model. With a rank's `spec`, layers and slots are those of the rank.
     """

@@ -1,7 +1,7 @@
 """Shapes of answers, writers, and frames of event streams.
 
-A shape has no other keys than its fields (`Answer`), unless a dialect's SDKs define it: then its fields are the keys
-that are always present (`OpenAnswer`). This module has what all dialects share; the rest is in their folders.
+A shape (`Answer`) has exactly the keys of its fields. One that a dialect's SDKs define (`OpenAnswer`) may have more;
+its fields are always present. This module has what all dialects share; the rest is in their folders.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Success(Answer):
 
 
 class Trace(Answer):
-    """The answer of POST /stop_profile, which Perfetto and chrome://tracing open. A process is an engine."""
+    """The answer of POST /stop_profile, which Perfetto and chrome://tracing open. Each `pid` is one engine."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815 - the format's name
 

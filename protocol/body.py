@@ -62,7 +62,7 @@ def at_most(limit: int, entries: str) -> BeforeValidator:
 def at_most_inside(limit: int, entries: str) -> BeforeValidator:
     """Return a validator that refuses arrays of objects with more entries in total, before checking their content.
 
-    Each entry costs microseconds of the GIL, and objects for the garbage collector to visit.
+    Each entry holds the GIL for microseconds and creates objects that the garbage collector visits.
     """
 
     def check(value: Any) -> Any:
@@ -95,7 +95,7 @@ class OneOf:
 
     An object goes to the model of its `type`; `default` is the type of an object without one. An object of another type
     goes to the model for other types if `others(type)` is true; that model's schema excludes the fixed types, unless it
-    brings its own schema. All else is an error: with `expected` for another JSON type, with its name for another
+    brings its own schema. All else is an error, which says `expected` for another JSON type, or names the unknown
     `type`. `kind_of` returns the type of an object, or the model for it.
     """
 
@@ -208,7 +208,7 @@ _MODELS: list[type[BaseModel]] = []  # in the order of definition: parts before 
 
 
 def build_models() -> None:
-    """Make the validators of all models, which takes tenths of a second. A model that is used earlier makes its own."""
+    """Make the validators of all models before they are used, which takes tenths of a second."""
     for model in _MODELS:
         model.model_rebuild()
 

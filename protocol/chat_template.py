@@ -40,7 +40,7 @@ CHATML = (
 """The template of models without one."""
 
 Segment = tuple[str, bool]
-"""Text, and whether it is plain: to be encoded without recognizing special tokens."""
+"""Text, and whether it is plain, which means that no special tokens are recognized in it."""
 
 
 class Markup(str):
@@ -82,7 +82,7 @@ def is_known(source: str) -> bool:
 
 
 class ChatTemplateError(HeadraceError):
-    """The model's template does not parse, or does what the sandbox forbids. The request is not at fault."""
+    """The model's template does not parse, or does what the sandbox forbids. The request is not the cause."""
 
 
 class Renderer(Protocol):
@@ -170,7 +170,7 @@ class ChatTemplate:
         With `continue_final_message` it ends with the last message's content. `variables` cannot replace those set
         here. The role ``developer`` becomes ``system`` for templates that do not know it. Raises `InvalidRequest`
         (param ``messages``) if the template cannot render these messages or they grow too long, `ChatTemplateError` if
-        it does something forbidden, `ApiError` 503 if its process was killed from outside, twice.
+        it does something forbidden, `ApiError` 503 if its process was killed twice from outside.
         """
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
@@ -380,7 +380,7 @@ class TemplateProcesses:
         return process, self._ask(process, self._source, self._timeout, idle=False)
 
     def _ask(self, process: ChildProcess, message: bytes, seconds: float, *, idle: bool = True) -> str:
-        """Return the process's answer. Afterwards the process is in the pool if `idle`, or has ended if it failed."""
+        """Return the process's answer. Then return the process to the pool if `idle`; if it failed, end it."""
         usable = False
         try:
             if self._pool.is_closed:

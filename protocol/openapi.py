@@ -41,11 +41,11 @@ _RANGES: dict[str, tuple[float, float | None]] = {
 _ERRORS = {
     400: "The request cannot run as it is: the error names the field, what was given and what is allowed.",
     401: "A valid key is needed.",
-    404: "There is no such model, or no such thing.",
+    404: "There is no such model, object or path.",
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to come again.",
     500: "The request failed inside the server.",
-    409: "Not in this state.",
+    409: "Not possible in the present state.",
     503: "The model is being loaded, or the server is going away.",
     504: "The request did not finish in the time that it was given.",
 }

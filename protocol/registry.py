@@ -104,18 +104,18 @@ OPERATIONS = (
     *(asks(path, _TOKENIZE, answers.Tokens, *_TOKENIZED) for path in ("/tokenize", "/v1/tokenize")),
     *(asks(path, _DETOKENIZE, answers.Detokenized, DetokenizeRequest) for path in ("/detokenize", "/v1/detokenize")),
     finds("get", "/v1/requests/{id}/timeline", "What happened to one of the last requests.", answers.Timeline),
-    _probe("/livez", "Is the process worth keeping?", answers.Alive),
-    _probe("/readyz", "Would a request be accepted now?", answers.Status),
-    _probe("/startupz", "Is the model loaded?", answers.Status),
+    _probe("/livez", "Liveness: 503 if the process has to be restarted.", answers.Alive),
+    _probe("/readyz", "Readiness: 503 if a request would be refused now.", answers.Status),
+    _probe("/startupz", "Start-up: 503 until the model is loaded.", answers.Status),
     _probe("/health", "As /readyz, without a body.", None),
     _probe("/ping", "As /readyz, without a body.", None),
     _probe("/ping", "As /readyz, without a body.", None, "post"),
-    Operation("get", "/load", "How many requests are being answered.", answers.Load),
+    Operation("get", "/load", "Number of requests in progress.", answers.Load),
     Operation("get", "/version", "The server's version.", answers.Version),
     Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),
     Operation("get", "/openapi.json", "This description, for programs.", "application/json"),
     Operation("get", "/docs", "This description, for people.", "text/html", is_open=True),
-    Operation("get", "/dashboard", "What the server does, and a chat, for people.", "text/html", is_open=True),
+    Operation("get", "/dashboard", "The dashboard: live figures and a chat.", "text/html", is_open=True),
 )
 
 OF_PAGES = frozenset(
@@ -129,10 +129,10 @@ TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configura
 ADMINISTRATION = (
     Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
     Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),
-    Operation("post", "/reset_prefix_cache", "Forget what was computed.", answers.Success, errors=(503,)),
-    Operation("post", "/start_profile", "Record what the next steps do.", answers.Success, errors=(400, 503)),
-    Operation("post", "/stop_profile", "What was recorded, as a Chrome trace.", answers.Trace, errors=(409, 503)),
+    Operation("post", "/reset_prefix_cache", "Empty the prefix cache.", answers.Success, errors=(503,)),
+    Operation("post", "/start_profile", "Begin a profile of the next steps.", answers.Success, errors=(400, 503)),
+    Operation("post", "/stop_profile", "The profile, as a Chrome trace.", answers.Trace, errors=(409, 503)),
     Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
-    Operation("post", "/configure_logging", "Log more or less.", answers.LogLevel, [ConfigureLogging], (400, 413)),
+    Operation("post", "/configure_logging", "Change the log level.", answers.LogLevel, [ConfigureLogging], (400, 413)),
 )
 """The routes of a server with administrators' keys."""

@@ -11,7 +11,7 @@ tenant asks for. The length of an answer is unknown: the estimate is the length 
 The waits of admitted requests correct the estimate: it is multiplied by the ratio of the tenant's latest waits to their
 estimates. No request is refused while running slots are free, so there are always such waits. Waits and estimates are
 counted in steps (`ExpectedWait.progress`), because steps may become slower or faster while a request waits: counted in
-seconds, one minute on a busy machine would have requests refused for some minutes more.
+seconds, one minute in which the machine was busy would cause refusals for several minutes more.
 
 A tenant without ended answers, or without measured waits, gets the figures of all tenants together.
 

@@ -46,7 +46,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--header", metavar="KEY=VALUE", nargs="*", default=[], help="Sent with each request.")
     add("--model", help="Default: the first that the server lists.")
     add("--tokenizer", metavar="X", help="Accepted for vLLM's scripts; has no effect, since no tokenizer is needed.")
-    add("--served-model-name", metavar="NAME", help="What the API calls --model.")
+    add("--served-model-name", metavar="NAME", help="The model's name in the API. Default: --model.")
     add("--insecure", action="store_true", default=False, help="Do not verify the certificate.")
     add("--ready-check-timeout-sec", type=float, default=0.0, metavar="S",
         help="Seconds to wait for a server that is still starting. Default: 0.")  # fmt: skip
@@ -70,7 +70,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--ignore-eos",
         action="store_true",
         default=False,
-        help="Answers end only at their length, as always with random prompts.",
+        help="Do not end answers at EOS. Always set with random prompts.",
     )
     add("--logprobs", type=int, metavar="N", help="Log-probabilities per token.")
     for name in SAMPLING:

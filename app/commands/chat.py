@@ -32,7 +32,7 @@ from app.config.settings import Settings, SettingsError
 def chat_with(url: str, settings: Settings, *, system: str | None, temperature: float | None) -> int:
     """Talk to the server at `url`, with the first of `settings.api_keys` if there is one."""
     client = ServerClient(url, settings.api_keys[0].get_secret_value() if settings.api_keys else None)
-    # The server may not have the model of the settings: then take its first.
+    # If the server does not have the model of the settings, its first model is used.
     cards = {card["id"]: card for card in client.models()}
     name = settings.model_names[0] if settings.model_names[0] in cards else next(iter(cards))
     _converse(client, cards[name], system=system, temperature=temperature)

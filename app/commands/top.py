@@ -45,7 +45,7 @@ _NO_ADMIN = "To see requests, give one of the server's admin_keys (HEADRACE_ADMI
 def add_flags(parser: ArgumentParser) -> None:
     watch = parser.add_argument_group("what is watched")
     watch.add_argument("--url", help="The server. Default: this machine, at the port of the settings.")
-    watch.add_argument("--api-key", help="Its key. Default: the first of api_keys, and of admin_keys.")
+    watch.add_argument("--api-key", help="The server's API key. Default: the first of api_keys and of admin_keys.")
     watch.add_argument("--interval", type=float, default=1.0, help="Seconds between two updates. Default: 1.")
     watch.add_argument("--once", action="store_true", help="Print once and end, as without a terminal.")
 

@@ -295,7 +295,7 @@ class Settings(BaseSettings):
     state_checkpoint_interval: int = Field(
         1024, description="Tokens between two copies of a state, in models with linear attention.", ge=1, le=2**24
     )
-    state_checkpoint_share: float = Field(0.2, description="Share of the KV memory for these copies.", ge=0, le=0.9)
+    state_checkpoint_share: float = Field(0.2, description="Share of KV memory for copies of states.", ge=0, le=0.9)
     num_threads: int | None = Field(
         None,
         description="Threads for computing on a CPU, per engine; on CUDA, up to 8 of them compile kernels at the "
@@ -315,7 +315,7 @@ class Settings(BaseSettings):
     )
     uds: UserPath | None = Field(
         None,
-        description="Unix socket to listen on instead of host and port. One that no server has any more is replaced.",
+        description="Unix socket to listen on instead of host and port. A file left by an ended server is replaced.",
         examples=["/run/headrace/headrace.sock"],
     )
     uds_mode: str = Field("660", description="Permissions of the Unix socket, in octal.", pattern=r"^0?[0-7]{3}$")
@@ -396,8 +396,8 @@ class Settings(BaseSettings):
     )
     max_queued_tokens: int = Field(
         2**20,
-        description="Limit of prompt tokens that wait; a request that would exceed it is refused, unless no other of "
-        "its tenant waits. Half of them are reserved for tenants by weight.",
+        description="Limit of prompt tokens that wait; a request that would exceed it is refused, unless its tenant "
+        "has no other that waits. Half of them are reserved for tenants by weight.",
         ge=1,
         le=2**31,
     )
@@ -466,8 +466,8 @@ class Settings(BaseSettings):
     )
     max_connections: int | None = Field(
         None,
-        description="Limit of connections; for a further one, the one idle for longest is closed, or the new one "
-        "refused if none is idle. Default: as the limit of open files (ulimit -n) allows.",
+        description="Limit of connections. At the limit, a new one replaces the one that is idle for longest, or is "
+        "refused if none is idle. Default: what the limit of open files (ulimit -n) allows.",
         ge=1,
         le=2**20,
         examples=[1000],
@@ -481,7 +481,7 @@ class Settings(BaseSettings):
         examples=[100],
     )
     sse_keep_alive: float = Field(
-        10.0, description="Seconds of silence on a stream after which a comment is sent; 0: never.", ge=0, le=3600
+        10.0, description="Seconds without data on a stream until a comment is sent; 0: never.", ge=0, le=3600
     )
 
     # Logs, metrics and traces.

@@ -174,7 +174,7 @@ def unknown_setting(name: str, known: Iterable[str]) -> str:
 def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
     """Return the message for an unknown flag; `program --help` lists the known ones."""
     if not name.startswith("-"):
-        return f"{name!r} has no flag. Only one word needs none, the model: {program} MODEL"
+        return f"{name!r} is not a flag. Only the model is given without a flag: {program} MODEL"
     return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
 
 

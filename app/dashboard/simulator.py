@@ -120,7 +120,7 @@ def _catch_up(session: Session, changes: deque[Change], since: float) -> None:
     """Advance one slice towards the next change, else `since`; apply the change when reached."""
     simulation = session.simulation
     if simulation.num_steps >= MAX_AGAIN or simulation.work >= MAX_WORK_AGAIN:
-        raise ValueError(f"since: the time before it takes more than {MAX_AGAIN} short steps; start a new simulation")
+        raise ValueError(f"since: it takes more than {MAX_AGAIN} short steps to get there; start a new simulation")
     until = changes[0].at if changes else since
     session.advance(until, MAX_STEPS, MAX_WORK)
     if changes and session.now >= until:

@@ -75,8 +75,8 @@ class Guarded(Protocol):
 
 
 class ConnectionGuard:
-    """The open connections of one server. `longest_stalled` returns, of the connections with requests that all wait for
-    the client, the longest stalled, and since when. It is called only if there is no idle connection to close."""
+    """The open connections of one server. `longest_stalled` returns, of the connections on which every request waits
+    for the client, the one stalled for longest, and since when. It is called only if no connection is idle."""
 
     def __init__(
         self, settings: Settings, longest_stalled: Callable[[], tuple[Guarded, float] | None] = lambda: None
@@ -233,7 +233,7 @@ class ConnectionGuard:
 
     def _abort_longest_stalled(self) -> bool:
         now = time.monotonic()
-        if now - self._none_stalled_at < STALLED_SECONDS / 4:  # not a search through all for each new connection
+        if now - self._none_stalled_at < STALLED_SECONDS / 4:  # so that not every new connection causes a search
             return False
         found = self._longest_stalled()
         if found is None or now - found[1] < STALLED_SECONDS or found[0] not in self._open:

@@ -110,10 +110,10 @@ class BrowserCheck:
 
     A page of any origin may send a POST with a body of plain text, and it can read the answers too once its own name
     resolves to the server's address (DNS rebinding). So a server without clients' keys refuses requests that change
-    something, from pages of other origins, on every address. On a loopback address it takes JSON bodies only, because a
-    browser asks the server before it sends one for another origin, and Host headers that are an IP address, localhost
-    or one of `allowed_hosts`. If `allowed_hosts` is set, the Host header is checked on every address, with keys or
-    without.
+    something, from pages of other origins, on every address. On a loopback address it refuses bodies that are not JSON,
+    because a browser asks the server before it sends JSON for another origin, and Host headers other than an IP
+    address, localhost or one of `allowed_hosts`. If `allowed_hosts` is set, the Host header is checked on every
+    address, with keys or without.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, tenants: Tenants, refuse: Refuse) -> None:

@@ -45,9 +45,9 @@ OUTPUT_FIGURES: Final = (
 class AccessRecord:
     """The description and outcome of a request, for the log and for traces.
 
-    Times are `time.monotonic()`; None if the request did not get there, or generates nothing. `route` is the path's
-    template. `error` is a type or code, not a message, which could quote the prompt. `param` is the path of the field
-    at fault, up to the first name that a client may have made up.
+    Times are `time.monotonic()`; None for a phase that was not reached, or of a request that generates nothing. `route`
+    is the path's template. `error` is a type or code, not a message, which could quote the prompt. `param` is the path
+    of the field at fault, up to the first name that a client may have made up.
     """
 
     request_id: str

@@ -98,7 +98,7 @@ class RequestScope:
         self.blocked: list[tuple[float, float]] = []
         self.warning: str | None = None
         self.tenant_headers: Callable[[], Iterable[tuple[bytes, bytes]]] = (
-            tuple  # of an answer: what the tenant may use
+            tuple  # headers with the tenant's rate limits
         )
         self.follows_another = False
         self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds of silence, and the bytes to send
@@ -257,7 +257,7 @@ class RequestScope:
         return self.arrival_time if self.received_time is None else None
 
     def cut(self) -> None:
-        """Give up a client that does not read: abort its connection and leave the scope."""
+        """Disconnect a client that does not read: abort its connection and leave the scope."""
         self.error_code = "client_stalled"
         if self._task_group is not None:
             self._leave()
@@ -267,8 +267,8 @@ class RequestScope:
             self.connection.abort()
 
     def tick(self, now: float) -> None:
-        """Cut the client if it does not read, or send a keep-alive comment if one is due at `now`. Called periodically
-        for all requests, because a task for each would cost more."""
+        """Disconnect the client if it does not read, or send a keep-alive comment if one is due at `now`. Called
+        periodically for all requests, because a task for each would cost more."""
         if self._sending_since is not None:  # the stream is not silent; its client does not read
             if now - self._sending_since >= self._send_timeout:
                 self.cut()

@@ -92,8 +92,8 @@ def _status(request: RequestScope) -> int:
 def refuse_with(server: Server) -> Callable[[ApiError], ASGIApp]:
     """Return a function that turns an error into an ASGI application, which sends it without reading the body.
 
-    The application neither logs nor counts, because it answers clients without a key; it has a scope, so that a client
-    that does not read the answer is cut.
+    The application neither logs nor counts, because it answers clients without a key. It has a scope, so that a client
+    that does not read the answer is disconnected.
     """
 
     def refuse(error: ApiError) -> ASGIApp:

@@ -136,7 +136,7 @@ def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
     syntaxes that the vocabulary has as special tokens.
 
     Files often list only one of these, and a model that is not stopped would generate on after its call. A file may
-    also name a token that the model's syntax has inside of answers, such as `<|end|>` of gpt-oss: that ends none.
+    also name a token that the model's syntax has inside of answers, such as `<|end|>` of gpt-oss; it is left out.
     """
     added = files.tokenizer.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -232,7 +232,7 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
 
     `index` is the engine's number in the log, if there are several.
     """
-    # ZMQ: a twentieth of a start that does without
+    # importing ZMQ would lengthen a start without engine processes by a twentieth
     from engine.transport.process_client import EngineProcess, ProcessClient
 
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}

@@ -2,7 +2,7 @@
 
 1. The port is bound before the model is loaded, so that a port in use is reported at once.
 2. One process serves.
-3. A Unix socket, and TLS with a certificate that can be renewed, are the server's own only under `headrace serve`.
+3. Only `headrace serve` can open a Unix socket, or serve TLS with a certificate that is renewed while it runs.
 4. asyncio, uvloop and trio behave alike. `deploy/hypercorn.toml` has the same values for `hypercorn app:main`.
 """
 
@@ -245,7 +245,7 @@ class Shutdown:
         """Return True if a signal that has just come is the second request to stop."""
         if self._signalled or self._asked_since is None:
             return self._signalled
-        # Without a parent only a signal can have requested it before, even if the trigger of `serve` consumed it.
+        # Without a parent, the first request was a signal too, even if the trigger of `serve` took it.
         return not self._has_parent or time.monotonic() - self._asked_since >= ONE_REQUEST_SECONDS
 
 

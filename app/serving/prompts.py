@@ -1,11 +1,11 @@
 """Tokenization of prompts and conversations.
 
-1. Short prompts are tokenized on the event loop, long ones on a worker thread. With an unknown tokenizer every prompt
-   is, because its regular expressions may take seconds for a short text.
+1. Short prompts are tokenized on the event loop, long ones on a worker thread. An unknown tokenizer always runs on a
+   thread, because its regular expressions may take seconds for a short text.
 2. A chat template that Headrace does not know is rendered in a process of its own, for two callers at a time, on
    threads that tokenization does not use.
-3. A text that is too long for the model whatever its tokens are is refused before it is tokenized, because the largest
-   body would take many seconds.
+3. A text with more characters than any tokens that fit into the context is refused before it is tokenized, because
+   tokenizing the largest body would take many seconds.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class PromptEncoder:
         return probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
 
     def _fewest_tokens(self, num_characters: int) -> int:
-        """Return a lower bound: a token has at most as many characters as the longest entry of the vocabulary."""
+        """Return a lower bound, which holds if every token is the longest one of the vocabulary."""
         return num_characters // self._longest_token
 
     @staticmethod
@@ -267,8 +267,8 @@ class PromptEncoder:
 def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of a text. Raises `InvalidRequest` if the tokenizer fails.
 
-    A batch of one, because `encode` holds the interpreter's lock to its end, which stops the event loop from any
-    thread, and computes offsets, half of its cost.
+    This encodes a batch of one, because `encode` holds the interpreter lock until its end, which stops the event loop
+    even from a worker thread, and spends half of its time on offsets.
     """
     try:
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -33,7 +33,7 @@ from protocol.responses.output import ResponseStreamWriter
 # only, except for `forget`, which any thread may call.
 
 
-READ_AT_ONCE = 2**15  # bytes, about, that one `read` returns of a long log
+READ_AT_ONCE = 2**15  # approximate bytes that one `read` of a long log returns
 _END = b"\n\n"  # the end of an event; JSON has no raw line breaks
 _EVENT_LOG_OVERHEAD = 150  # bytes of a piece in addition to its events
 

@@ -112,7 +112,7 @@ class Server:
         if self.phase is ServerPhase.STARTING:
             raise ApiError(
                 503,
-                "The model is still being loaded; /startupz tells how far it is.",
+                "The model is still being loaded; /startupz shows the progress.",
                 code="model_loading",
                 headers={"retry-after": "2"},
             )
@@ -179,7 +179,7 @@ class Server:
         }
 
     def longest_stalled_connection(self) -> tuple[ServerConnection, float] | None:
-        """Among connections with requests that all wait for the client, return the longest stalled, and since when."""
+        """Return the longest stalled of the connections on which every request waits for the client, and since when."""
         stalled: dict[ServerConnection, float] = {}
         served: set[ServerConnection] = set()
         for request in self._requests:
@@ -266,7 +266,7 @@ class Server:
         for request in self._open_requests:
             request.cut()
         level = logging.WARNING if cut else logging.INFO
-        logger.log(level, "Drained, requests cut at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
+        logger.log(level, "Drained, requests ended at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
 
     def _stop(self) -> None:
         if self.phase is not ServerPhase.FAILED:
@@ -278,7 +278,7 @@ class Server:
             await self._idle.wait()
 
     async def watch_requests(self) -> None:
-        """Cut clients that do not read, keep silent streams alive, and drop expired responses, until cancelled."""
+        """Disconnect clients that do not read, keep silent streams alive, drop expired responses, until cancelled."""
         settings = self.settings
         timeout = min(settings.send_timeout, settings.sse_keep_alive or math.inf)
         while True:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "step_costs"
 MAX_BYTES = 65536  # of a file
 MAX_FILES = 64
-MUCH = 3.0  # a factor between two tables from which on one must be wrong, for example by other work on the machine
+MUCH = 3.0  # if two tables differ by this factor, one is wrong, for example because other work delayed the steps
 
 # The longest step of one decode on any useful machine: the weights are read once from slow memory, and a fixed cost.
 _SLOWEST_MEMORY = 0.5e9  # bytes per second

@@ -296,7 +296,7 @@ class EngineCore:
             step = self._ended(in_flight, StepOutcome.FAILED)
             outputs = self._contain([plan, *void], step.ended, error)
         else:
-            if plan.request_ids:  # a plan without requests does not reach the device, so it shows nothing of its state
+            if plan.request_ids:  # a plan without requests does not reach the device, so its success proves nothing
                 self._failures_in_a_row = 0
             outputs = self.scheduler.update(plan, output, step.ended)
         self._log_failed(outputs)

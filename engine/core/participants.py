@@ -211,8 +211,8 @@ def _load(plan: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
 #
 # The parts of a step follow each other: `schedule` until the executor has the plan, `execute` until its result is
 # there, `update` until the next step is planned. `update` includes sending the outputs to the front end. If a step is
-# planned while another runs, its `schedule` lies within the other's `execute`. An executor that `Profiles` adds events
-# for its own parts.
+# planned while another runs, its `schedule` lies within the other's `execute`. An executor with the interface
+# `Profiles` adds events for its own parts.
 
 
 HOST, STEPS = 1, 2  # tracks

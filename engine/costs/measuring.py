@@ -235,7 +235,7 @@ class StepCostTracker:
             curve.lift(_LEAST_SECONDS)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step of this load that took `seconds`, from its beginning to that of the next."""
+        """Learn from a step of this load, which began `seconds` before the next step."""
         table, seconds = self.table, max(seconds, _LEAST_SECONDS)
         decodes, decode_keys, prefills, tokens, keys = load
         prompts = max(prefills - 1, 0)

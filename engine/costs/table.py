@@ -279,8 +279,8 @@ def _is_cost(seconds: float) -> bool:
 # of two at most, and waiting requests make progress. (With a hard target, 32 users on two cores got half the tokens.)
 #
 # If decoding alone takes a small part of the target, steps at the target slow streams down by a large factor. So two
-# such steps are followed by one that only decodes: the streams get half as many tokens again for at most a ninth of
-# the time.
+# such steps are followed by one that only decodes: it gives the streams half as many tokens as the two steps, in at
+# most a ninth of the time of all three.
 #
 # Owned by the EngineCore.
 
@@ -371,7 +371,7 @@ class TypicalRequest:
         self.num_prompt_tokens += (num_prompt_tokens - self.num_prompt_tokens) * part
 
     def part_of_answer(self, max_tokens: int | None) -> float:
-        """Return the expected length of a choice limited to `max_tokens`, as a part of a typical answer."""
+        """Return the expected length of a choice limited to `max_tokens`, as a fraction of a typical answer."""
         return 1.0 if max_tokens is None else min(1.0, max_tokens / max(self.num_output_tokens, 1.0))
 
     def prices(self, costs: StepCostTable, num_rows: int) -> Prices:

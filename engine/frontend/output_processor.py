@@ -323,7 +323,7 @@ class _Choice:
             if self._stops is None:
                 text += piece
             elif self.num_output_tokens + position < self._min_tokens:
-                text += piece  # stop strings do not count yet
+                text += piece  # not searched for stop strings before `min_tokens`
             else:
                 text += self._stops.feed_text(piece)
                 if self._stops.matched is not None:

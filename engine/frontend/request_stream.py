@@ -189,7 +189,7 @@ def _merge(pending: RequestOutput, output: RequestOutput) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """The figures of a request that has ended. Tokens are those of its usage; a phase never reached has None."""
+    """The figures of a request that has ended. Tokens are those of its usage. None: the phase was not reached."""
 
     reason: FinishReason
     prompt_tokens: int

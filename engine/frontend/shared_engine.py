@@ -1,13 +1,13 @@
 """One engine core that several threads use at once: their calls run together, as requests of one batch.
 
 The core steps on threads of its own, never on a caller's. So an interrupt (Ctrl-C, or any signal handler that raises)
-only reaches the waiting thread, never a thread in the middle of a plan or its accounts. The call's requests are then
-aborted between two steps, like those of a server's client that has disconnected.
+only reaches the waiting caller and never interrupts a step. The caller's requests are then aborted between two steps,
+like those of a client that has disconnected from a server.
 
 A caller changes no shared state. It puts its call on a queue, starts a thread that steps until no work is left, and
-waits for the call's news. A thread that is started while another one steps waits for it, and usually finds no work
-then. So no call is forgotten, whenever the earlier thread ends. At most one thread waits: it takes in the calls of all
-threads that find it waiting, so threads do not pile up.
+waits for the outputs. A thread that is started while another one steps waits until that one ends, and usually finds no
+work left. So a call is run even if it is queued just as the stepping thread ends. At most one thread waits, and it runs
+the calls of all later callers too, so threads do not pile up.
 """
 
 from __future__ import annotations

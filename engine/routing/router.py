@@ -125,13 +125,13 @@ class Router:
         )
 
     def describe(self, block_size: int, kv_windows: Sequence[int | None]) -> None:
-        """Take the block size and the windows of the engines' KV caches."""
+        """Set the block size and the windows of the engines' KV caches."""
         self.chunk_size = chunk_size(block_size)
         widest = max((window - 1 for window in kv_windows if window is not None), default=0)
         self.index.window_chunks = -(-widest // self.chunk_size)
 
     def set_costs(self, engine: int, costs: StepCostTable) -> None:
-        """Take the step costs that an engine reports."""
+        """Set the step costs that an engine reports."""
         self._costs[engine] = costs
         if costs.is_known and self._is_priced:
             self._prompt_price[engine], self._answer_price[engine] = self._prices(costs)

@@ -220,7 +220,7 @@ def worst_ranked(table: RequestTable, candidates: Iterable[Request]) -> Request 
     in use, if any; the tenant of the latest arrival; its request of the worst priority and latest arrival.
 
     Arrival decides between tenants, not the service they received: that changes with every step, and two tenants would
-    preempt each other in turns and compute everything twice. The one that arrived first runs to its end.
+    preempt each other in turns and compute everything twice. The tenant that arrived first runs to its end.
     """
     left = list(candidates)
     if len(left) > 1:

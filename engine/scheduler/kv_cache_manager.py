@@ -3,9 +3,9 @@
 1. A block's hash covers its own tokens, all tokens before it, the tenant, and the client's salt. It is BLAKE2b keyed
    with a secret of this process, or of the directory that blocks are kept in, so a collision cannot be computed from
    outside (vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
-2. If the device computes keys and values of prompts with other bits than those of generated tokens
-   (`prompt_form_differs`), the hash also covers which of a block's tokens were generated. So the next turn's prompt
-   computes the answer again, and a request's bits do not depend on earlier requests.
+2. If prefill and decode compute keys and values that differ in their last bits (`prompt_form_differs`), the hash also
+   covers which of a block's tokens were generated. So the prompt of the next turn computes the tokens of the answer
+   again, and the bits of a request's output do not depend on earlier requests.
 3. A prefix is hit if every group of layers (`engine.plan`) has the blocks that the next token sees: all blocks of full
    groups, and the latest blocks of groups with a window. Blocks that have left the window are released at once, and can
    be found until they are allocated again. In a model with states, the prefix must also end with a checkpoint
@@ -146,7 +146,7 @@ class KVCacheManager:
         ]
 
     def needs(self, num_places: int) -> list[int]:
-        """Return, for each group, how many of the last of a prefix's `num_places` places the next token sees."""
+        """Return for each group how many of the latest of `num_places` places the next token sees."""
         return [num_places if window is None else self._places(window - 1) for window in self._windows]
 
     def up_to_checkpoint(self, request: Request, prefix: list[int]) -> list[int]:
@@ -320,7 +320,7 @@ class KVEventLog:
         self._kv = kv
         self._blocks: dict[int, tuple[int, ...]] = {}  # the block ids of each stored chunk
         self._chunks: list[tuple[int, ...]] = [()] * kv.pool.num_blocks  # of each block
-        self._changes: dict[int, bool] = {}  # chunks stored (True) or removed (False) since
+        self._changes: dict[int, bool] = {}  # chunks stored (True) or removed (False) since `take`
         self._epoch = secrets.randbits(63)
         self._sequence = 0
         self.tells_all = True

@@ -89,9 +89,9 @@ class Request:
     asked_tiers: bool = False  # the tiers have been searched for the blocks beyond its cached prefix
     load: Load | None = None  # the load it waits for
     # Of a model with states (`engine.scheduler.checkpoints`):
-    checkpoint: int = NO_CHECKPOINT  # that its prefix ends with
-    branch: int = 0  # where it left the blocks that others had computed, in tokens
-    latest_checkpoint: bytes | None = None  # of its answer, if the next one replaces it
+    checkpoint: int = NO_CHECKPOINT  # from which it starts or resumes
+    branch: int = 0  # number of tokens in cached blocks when it was admitted
+    latest_checkpoint: bytes | None = None  # within its answer; dropped for the next one
     _ends: frozenset[int] = field(init=False)
 
     def __post_init__(self, max_model_len: int) -> None:
@@ -175,7 +175,7 @@ class Request:
         return False
 
     def _is_ended_by(self, token_id: int) -> bool:
-        """Return True if this token, the latest, is the last one."""
+        """Return True if this newest output token ends the request."""
         is_completed = False
         if self.grammar is not None:
             is_completed = self.grammar.accept(token_id)
@@ -198,8 +198,8 @@ class Request:
         return False
 
     def take_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Return the entries that were not sent before, of those for positions `start` + 1 and later: after a
-        preemption some are computed twice.
+        """Return those of `entries` that were not sent before. `entries` are for the positions from `start` + 1 on;
+        after a preemption some of them are computed a second time.
         """
         new = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs += len(new)

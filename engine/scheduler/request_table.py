@@ -106,9 +106,9 @@ class RequestTable:
         if set(self.running) & {request.request_id for request in self.waiting}:
             raise AssertionError("a request is both running and waiting")
         if len(self.running) + len(self.waiting) != len(self.requests):
-            raise AssertionError("a living request is neither running nor waiting")
+            raise AssertionError("a live request is neither running nor waiting")
         if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
-            raise AssertionError("the tenants' counts differ from the requests there are")
+            raise AssertionError("the tenants' counts differ from the live requests")
         if not set(self.in_flight.latest.num_tokens) <= set(self.running):
             raise AssertionError("a step in flight counts for a request that does not run")
 

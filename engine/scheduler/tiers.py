@@ -100,7 +100,7 @@ class Tiers:
                 self.tier.wait()
                 self.write_back(None)
             if self._backlog:
-                logger.warning("%d of %d chunks were not stored before the end", len(self._backlog), num_chunks)
+                logger.warning("%d of %d KV chunks were not stored before shutdown", len(self._backlog), num_chunks)
         self.tier.close()
 
     # --- loading

@@ -118,7 +118,7 @@ class Simulation:
         self._news: list[tuple[float, int, SimulatedRequest]] = []  # ended requests that clients do not know of yet
         changes = [(outage.start, True, outage.engines) for outage in outages]
         changes += [(outage.end, False, outage.engines) for outage in outages]
-        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # at equal times, returns come first
+        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # at equal times, restarts come first
 
     @property
     def now(self) -> float:

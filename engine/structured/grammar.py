@@ -109,7 +109,7 @@ def _grammar(structured: StructuredOutput, special_tokens: Mapping[str, int]) ->
         case StructuredOutputKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema(_json_schema({"type": "object"}, structured))
         case StructuredOutputKind.REGEX:
-            return f"start: /{regex_to_lark(structured.value, 'd')}/"  # digits are ASCII's
+            return f"start: /{regex_to_lark(structured.value, 'd')}/"  # only ASCII digits
         case StructuredOutputKind.CHOICE:
             return _choice(_parsed(structured.value))
         case StructuredOutputKind.GRAMMAR:
@@ -238,7 +238,7 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
     tags, triggers = value["tags"], value["triggers"]
     lines: list[str] = []
     inside = [_between_tags(tag, structured, value["required"]) for tag in tags]
-    rules = {text: f"inside_{number}" for number, text in enumerate(dict.fromkeys(inside))}  # mostly equal
+    rules = {text: f"inside_{number}" for number, text in enumerate(dict.fromkeys(inside))}  # tags mostly share one
     lines += [f"{rule}: {text}" for text, rule in rules.items()]
 
     def literal(text: str) -> str:

@@ -112,7 +112,7 @@ def _prepared(schema: Any, closed: bool, root: Any) -> Any:
     if "anyOf" not in copy and _exclude_each_other(copy.get("oneOf"), root):
         copy = _with_any_of(copy)
     if isinstance(address := copy.get("$id"), str) and "#" in address:
-        copy["$id"] = address.partition("#")[0]  # older drafts put anchors there, and generators its position
+        copy["$id"] = address.partition("#")[0]  # which is an anchor in older drafts
         if not copy["$id"]:
             del copy["$id"]
     _use_latest_words(copy)

@@ -29,7 +29,7 @@ from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from engine.transport.channel import Deliver
 from engine.transport.replica import NOTHING_DONE, Placed, Replica, as_one_engine, merged, timed_out
 
-if TYPE_CHECKING:  # it brings ZMQ
+if TYPE_CHECKING:  # importing it loads ZMQ
     from engine.transport.process_client import ProcessClient
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class DataParallelClient:
 
     @property
     def last_progress(self) -> float:
-        """The heartbeat of the replica that has been busy without progress longest, or the latest if none is busy."""
+        """The heartbeat of the replica that is busy without progress for longest; if none is busy, the latest."""
         busy = [since for replica in self.replicas if (since := replica.busy_since) is not None]
         return min(busy) if busy else max(replica.client.last_progress for replica in self.replicas)
 
@@ -213,8 +213,8 @@ class DataParallelClient:
                 self._router.forget(replica.index)
 
     def _worth(self, replica: Replica) -> tuple[bool, bool, float, int]:
-        """Return a sort key by which the replicas to keep are greatest: wanted ones, then live ones, then those with
-        the most open work and unique cache content."""
+        """Return a sort key that is greatest for the replicas to keep: first wanted ones, then live ones, then those
+        with the most open work and unique cache content."""
         is_alive, seconds = replica.engine_info is not None, self._router.seconds_lost_with(replica.index)
         return replica.is_wanted, is_alive, seconds, -replica.index
 

@@ -12,7 +12,7 @@ import msgspec
 from engine import messages
 from engine.commands import AddRequests
 
-if TYPE_CHECKING:  # it brings ZMQ
+if TYPE_CHECKING:  # importing it loads ZMQ
     from engine.transport.process_client import ProcessClient
 
 NOTHING_DONE = messages.SchedulerStats(
@@ -104,7 +104,7 @@ def merged(
     step: int,
     num_held: int,
 ) -> messages.EngineCoreOutputs:
-    """Return one replica's step as a step of the whole: its own counters, and the levels of all replicas together.
+    """Return one replica's step as a step of all replicas: counters of this replica, levels summed over all.
     `num_held`: requests that are in no engine yet."""
     alive = [(each.engine_info.num_blocks, each.stats) for each in replicas if each.engine_info is not None]
     num_blocks = sum(blocks for blocks, _ in alive) or 1

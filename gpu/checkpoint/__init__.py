@@ -8,7 +8,7 @@ config          The model's configuration, whatever kind of file it comes from, 
 architecture    The parts of a model, their names in files, and mixtures of experts.
 families        The families of models that are served.
 tensors         The tensors of a model, their slices for a rank, and stacked experts.
-quantized_rows  Quantized weights in the blocks of GGUF types, and the same numbers in other blocks.
+quantized_rows  Quantized weights in the blocks of GGUF types, and their lossless conversion into other blocks.
 gguf_file       The GGUF container.
 gguf_tokenizer  A GGUF file's metadata as a tokenizer.
 quantized_layers  The linear layers of quantized safetensors: FP8, compressed-tensors, GPTQ, AWQ.

@@ -266,7 +266,7 @@ class DecoderSpec:
     norm: RMSNormSpec | None
     head: Part | None  # None: the embedding is the head too
     embedding_scale: float = 1.0  # rows of the embedding are multiplied by it
-    rounds_scale: bool = False  # the scale is rounded to the type of the embedding before
+    rounds_scale: bool = False  # the scale is first rounded to the type of the embedding
     logits_scale: float = 1.0  # logits are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     first_layer: int = 0  # the index of `layers[0]` in the model
@@ -395,7 +395,7 @@ class Architecture:
     nullable: frozenset[str] = frozenset({"sliding_window"})  # numbers that may be null in config.json
     model_type: str | None = None  # the value in config.json by which transformers chooses the family
     allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
-    attention_bias: bool | str = False  # on q, k and v, or the key with this flag; GGUF files: seen from the tensors
+    attention_bias: bool | str = False  # on q, k and v, or the key that says so; in GGUF files the tensors show it
     qk_norm: bool = False  # likewise
     numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # only this family's, for `ModelConfig.numbers`
     quantizations: frozenset[str] = frozenset()  # supported values of `quant_method` in config.json, besides none

@@ -92,14 +92,14 @@ class GGUFFile:
 
     def _open_parts(self) -> None:
         for opened in (self.states, self._maps, self.tensors):
-            opened.clear()  # of what the named part has filled in
+            opened.clear()  # drop what the named part has added
         headers = [self._open(path) for path in self.paths]
         self.metadata = headers[0].metadata
         for number, (path, header) in enumerate(zip(self.paths, headers, strict=True)):
             for key, value in (("split.no", number), ("split.count", len(headers))):
                 if header.metadata.get(key) != value:
                     found = shown(header.metadata.get(key))
-                    raise ModelError(f"{path.name} has {key} {found}, where its name means {value}. Fetch it anew.")
+                    raise ModelError(f"{path.name}: by its name {key} must be {value}, got {found}. Fetch it anew.")
             for tensor in header.tensors:
                 if tensor.name in self.tensors:
                     raise ModelError(f"{path.name}: another part has the tensor {shown(tensor.name)}, too.")

@@ -107,8 +107,8 @@ def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, Part | None]]:
-    """Yield Hugging Face name, tensor and part; a tensor of several parts once for each. Tensors that the model does
-    not have, or with other parts, keep their names."""
+    """Yield the Hugging Face name, the tensor and the part of each weight; a tensor with several parts comes once for
+    each. A tensor that is not in the model, or has another number of parts, keeps its GGUF name."""
     parts: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
         parts[part.gguf].append(part)
@@ -221,7 +221,7 @@ def _layer_types(file: GGUFFile, numbers: Numbers, num_layers: int, family: Arch
     if not isinstance(named, list):
         return ModelConfig.alternating(num_layers, numbers.integer("sliding_window_pattern", family.full_layers))
     if len(named) != num_layers:
-        raise ModelError(f"{file.path.name}: {key} must name the {num_layers} layers, got {shown(named)}.")
+        raise ModelError(f"{file.path.name}: {key} must have {num_layers} entries, one per layer, got {shown(named)}.")
     return tuple(SLIDING if has_window else FULL for has_window in named)
 
 

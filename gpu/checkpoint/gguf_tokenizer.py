@@ -126,7 +126,7 @@ def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **opt
 
 
 def _word_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """Return the tokenizer without its added tokens. A file marks the beginning of a word, WordPiece what follows."""
+    """Return the tokenizer without added tokens. GGUF marks the first piece of a word, WordPiece the others."""
     unknown = _token_text(file, tokens, file.require("tokenizer.ggml.unknown_token_id", int))
     plain = [
         token if kind != _NORMAL else token[1:] if token.startswith(_SPACE) else f"##{token}"
@@ -252,7 +252,7 @@ def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int])
     tokenizer = Tokenizer(_bpe(file, tokens, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     space = normalizers.Replace(" ", _SPACE)
     decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", bool, not is_gemma4):  # the first word is the same piece as later
+    if file.get("tokenizer.ggml.add_space_prefix", bool, not is_gemma4):  # so that a text's first word is as later ones
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), space])
         decode.append(decoders.Strip(" ", 1, 0))
     else:

@@ -244,7 +244,7 @@ def _rope_scaling(rope: Mapping[str, Any], config: _Fields, family: Architecture
 def longrope(
     numbers: Numbers, longest: int, divisors: Mapping[str, Any], source: str, attention_factor: str = "attention_factor"
 ) -> RopeScaling:
-    """Return longrope of a header of contexts up to `longest`, which has the attention factor under that name."""
+    """Return a header's longrope scaling, for contexts up to `longest`. `attention_factor` is the factor's key."""
     factors: list[tuple[float, ...]] = []
     for name in ("short_factor", "long_factor"):
         if not isinstance(values := divisors.get(name), list):
@@ -283,7 +283,7 @@ def _layers_without_rope(
 
 
 def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool, mscale: float = 0.0) -> RopeScaling:
-    """Return the scaling of a header, which is either. `mscale` is for headers that do not have it."""
+    """Return the linear or YaRN scaling of a header. `mscale` is for headers that do not have it."""
     factor = numbers.number("factor")
     if kind == "linear":
         return RopeScaling(rope_type="linear", factor=factor)
@@ -406,7 +406,7 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
     text = mapping(values, "text_config", source)
     # A wrapper ties by default, whatever its text part would do: transformers#43429.
     merged = {**({"tie_word_embeddings": True} if text else {}), **values, **text}
-    if text and family.linear_layers:  # the wrapper of Qwen3.5 does not, and its text part has no say
+    if text and family.linear_layers:  # Qwen3.5's wrapper does not, and ignores its text part's value
         merged["tie_word_embeddings"] = values.get("tie_word_embeddings", False)
     for name, other in (("num_experts", "num_local_experts"), ("dtype", "torch_dtype")):
         value = _agreed({name: merged.get(name), other: merged.get(other)}, source)

@@ -50,7 +50,7 @@ class HubFile:
 
     @classmethod
     def of(cls, listed: Any) -> HubFile:
-        """Return a file of the hub's list. (A sha256 becomes a file's name here.)"""
+        """Return a file of the hub's list. The sha256, which becomes a file's name, is checked."""
         sha256 = listed.lfs.sha256 if listed.lfs else ""
         return cls(listed.path, listed.size, sha256 if _SHA256.fullmatch(sha256) else None)
 
@@ -196,7 +196,7 @@ def cache_folder(repo: str) -> Path:
 
 
 def cached_repositories() -> Iterator[tuple[_Repository, str, int]]:
-    """Yield every cached commit, its revision's name, and, with a repository's first, its unfinished bytes."""
+    """Yield every cached commit, its revision's name, and, once for each repository, the bytes of partial files."""
     pattern = cache_folder("*")
     for folder in sorted(pattern.parent.glob(pattern.name)):
         named = [path for path in (folder / "refs").rglob("*") if path.is_file()]
@@ -269,7 +269,7 @@ class _Repository:
         missing = {file.sha256: file for file in files if file.sha256 and not (blobs / file.sha256).exists()}
         if missing:
             _Download(self, blobs, missing, progress).run()
-        folder = snapshot_download(  # of the other files, and what gives all files their names
+        folder = snapshot_download(  # fetches the small files, and links all files by their names
             self.name,
             revision=self.commit,
             allow_patterns=[escape(each.path) for each in files],

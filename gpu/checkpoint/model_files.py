@@ -138,7 +138,7 @@ class ModelFiles:
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
     # The files of the weights, for `gpu.weights`: a GGUF file, or safetensors. None: random weights are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
-    quantized: QuantizedCheckpoint | None = None  # how safetensors hold linear layers, if not as they are
+    quantized: QuantizedCheckpoint | None = None  # how safetensors hold quantized linear layers
     seed: int = 0  # seed of random weights
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # tokenizer_config.json
     embedder: Embedder = field(default=Embedder(), repr=False)  # pooling and prompts of embeddings

@@ -65,7 +65,7 @@ def quantized_checkpoint(config: Mapping[str, Any], source: str) -> QuantizedChe
 
 
 def quantized_layers_of(values: Mapping[str, Any], source: str) -> QuantizedCheckpoint | None:
-    """Return how a parsed config.json says that layers are stored. None: all as they are, or as MXFP4 stacks."""
+    """Return how a parsed config.json says that layers are stored; None if only MXFP4 stacks may be quantized."""
     text = values.get("text_config")
     config = values.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if not isinstance(config, dict) or config.get("quant_method") == "mxfp4":
@@ -209,7 +209,7 @@ _METHODS: dict[str, Callable[[_Config], QuantizedCheckpoint]] = {
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
-# The tensors of a layer: its numbers, its scales, and those that it may have. All else but its bias is unknown.
+# The tensors of a layer: numbers, scales, and optional ones. Any other tensor, except a bias, is unknown.
 _KINDS = {
     "fp8": ("weight", ("weight_scale", "weight_scale_inv"), ("input_scale",)),
     "int8": ("weight", ("weight_scale",), ("weight_zero_point", "input_scale")),
@@ -218,13 +218,13 @@ _KINDS = {
     "gptq": ("qweight", ("scales",), ("qzeros", "g_idx")),
     "awq": ("qweight", ("scales",), ("qzeros",)),
 }
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in a word, of each of eight outputs
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight outputs in a word
 
 
 def linear_layers(
     found: Iterable[tuple[str, Array]], checkpoint: QuantizedCheckpoint, names: Collection[str], source: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a checkpoint that has `names`, and in place of those of each quantized layer its weight.
+    """Yield the tensors of a checkpoint, which has `names`. The tensors of each quantized layer become one weight.
 
     Tensors of layers that are not quantized, or lack their numbers or scales, keep their names.
     """
@@ -253,7 +253,7 @@ class QuantizedLayer:
 
     name: str
     storage: Storage
-    tensors: Mapping[str, Array]  # by their last names
+    tensors: Mapping[str, Array]  # by the last part of their names
     rows: slice = field(default_factory=lambda: slice(None))
     ndim = 2
 

@@ -1,4 +1,4 @@
-"""Quantized weights: rows of blocks as a GGUF file has them, and the same numbers in other blocks."""
+"""Quantized weights: rows of blocks as a GGUF file has them, and their lossless conversion into other blocks."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _plain(at: int) -> Callable[[NDArray[np.uint8]], _Scales]:
 def _odd(
     part: float, bits: Callable[[NDArray[np.uint8]], NDArray[Any]], d: Callable[..., NDArray[np.float32]] = _half
 ) -> Callable[[NDArray[np.uint8]], _Scales]:
-    """Scales 2 b + 1 from the bits b, and this part of the file's d."""
+    """Scales 2 b + 1 from the bits b, and d as this fraction of the file's."""
     return lambda blocks: (d(blocks, 0) * np.float32(part), 2 * bits(blocks).astype(np.int8) + np.int8(1))
 
 

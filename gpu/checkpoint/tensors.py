@@ -101,7 +101,7 @@ class _Check:
         self._missing = dict(self._shapes)
         self.skipped: Counter[str] = Counter()
         self._beyond: dict[int, list[str]] = defaultdict(list)  # tensors of layers after the model's own
-        self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
+        self._faults: dict[str, list[str]] = {"missing": [], "unknown": [], "given twice": [], "misshapen": []}
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
         for kind, pattern in _SKIPPED.items():
@@ -117,7 +117,7 @@ class _Check:
         if expected == shape:
             return True
         if name not in self._shapes:
-            self._faults["with no place"].append(shown(name))
+            self._faults["unknown"].append(shown(name))
         elif expected is None:
             self._faults["given twice"].append(name)
         else:

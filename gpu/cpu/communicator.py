@@ -45,7 +45,7 @@ class SharedMemoryCommunicator:
         self._segment = self._map(0, self._header)
         self.handle = self._functions.hr_ranks_create(self._segment.ctypes.data, rank, size, timeout)
         if self.handle is None:
-            raise MemoryError("there is no memory for a rank")
+            raise MemoryError("not enough memory for the communicator of a rank")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

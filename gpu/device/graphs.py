@@ -118,8 +118,8 @@ def all_ranks(it_holds: bool, communicator: Communicator | None, device: torch.d
 
 
 def ladder(most: int) -> list[int]:
-    """Return the sizes of graphs, ascending: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of 32 from 256 on. Where
-    the number of rows decides the cost, at most about an eighth of them is padding."""
+    """Return the ascending sizes of graphs up to `most`: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of 32 from
+    256 on. In large batches, where rows cost time, at most about an eighth of the rows is padding."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), *range(256, LARGEST + 1, 32)]
     largest = min(most, LARGEST)
     return [size for size in sizes if size < largest] + [largest]

@@ -58,8 +58,8 @@ def model_inputs(
 ) -> DeviceInputs:
     """Return the inputs of the step in the tables. Requests and tokens beyond the step's own are padding.
 
-    A graph has no `shape`: the step is known to the device alone. With `all_decode` every request has one token and
-    samples the next.
+    In a graph `shape` is None, because only the device knows the step. With `all_decode` every request has one token
+    and samples the next.
     """
     input_ids, positions, slots, block_tables = step_inputs(tables, num_requests, num_tokens, all_decode=all_decode)
     query_lens = [1] * num_requests if all_decode else [] if shape is None else shape.query_lens.tolist()

@@ -86,7 +86,7 @@ class RingWriter(_Shared):
 
     @classmethod
     def inherited(cls, memory: int, wakers: list[int]) -> Self:
-        """Return a writer of a ring that another process made and does not write to."""
+        """Return a writer of a ring that another process made but does not write to."""
         writer = cls.__new__(cls)
         writer._adopt(memory, wakers)
         return writer
@@ -209,7 +209,7 @@ class RingReader(_Shared):
 # ----------------------------------------------------------------------------------------------------------- stage link
 # Activations, from the ranks of a stage to those of the next, through a ring or sockets.
 #
-# 1. The first tensor rank of a stage writes, all of the next stage read: each has the whole residual stream.
+# 1. The first tensor rank of a stage writes, since all have the whole residual stream; all of the next stage read.
 # 2. Every step that runs sends one message, even if it failed, so that no stage waits for a message that never comes.
 # 3. No rank waits for room: a link has room for all steps in flight. If a rank waited for the next stage, it would not
 #    read the rest of a long message on the driver's ring, which the next stage needs too, and both would wait for ever.

@@ -38,7 +38,7 @@ class ModelRunner:
     def __init__(
         self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS, shards: Shards | None = None
     ) -> None:
-        """Take a model, with `links` one stage of a pipeline: only the last stage samples, and `record` gives its
+        """Make a runner of a model, or with `links` of one stage: only the last stage samples, and `record` gives its
         tokens to the others. With `shards`, it samples together with other ranks."""
         self.rows = RowTable(sizes)
         self.input_batch = InputBatch(self.rows, sizes)

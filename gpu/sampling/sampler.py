@@ -223,6 +223,6 @@ class SamplingMetadata:
         return replace(self, mask=mask, bias=bias, penalties=penalties)
 
     def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
-        """Return the metadata for drawing in some of the rows: without mask, bias and penalties."""
+        """Return the metadata to draw in these rows, after mask, bias and penalties are applied to their logits."""
         rows, positions = self.rows[indices], self.positions[indices]
         return replace(self, rows=rows, positions=positions, mask=None, bias=None, penalties=None)

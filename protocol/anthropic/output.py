@@ -141,9 +141,7 @@ class MessageBodyWriter:
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
                 case message_parts.ToolCallArguments(index, fragment) if index in self._parser.cut_calls:
                     blocks[-1]["text"] += fragment
-                case message_parts.ToolCallArguments(
-                    _, fragment
-                ):  # an object as the model wrote it, as a stream gives it
+                case message_parts.ToolCallArguments(_, fragment):  # an object as the model wrote it, as in a stream
                     blocks[-1]["input"] = orjson.Fragment(fragment)
         return blocks or [{"type": "text", "text": ""}]
 
@@ -179,7 +177,7 @@ def _stop(output: RequestOutput, parser: message_parts.MessageParser, max_tokens
 def _usage(
     output: RequestOutput, parser: message_parts.MessageParser, *, output_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Return the token counts. `input_tokens` are those not found in a cache: the three inputs sum to the prompt."""
+    """Return the token counts. `input_tokens` were not in the cache: the three inputs add up to the prompt."""
     thinking = parser.num_reasoning_tokens
     return {
         "input_tokens": output.num_prompt_tokens - output.num_cached_tokens,

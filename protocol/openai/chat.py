@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the request, its messages, and the form of its answers.
 
-Content parts are text; another type is an error that names it, or in a tool's result becomes a note. Parts are joined
-with a line break, as in vLLM, unless the chat template reads parts.
+Content parts must be text; another type is an error that names it, or, in a tool's result, a note for the model. Parts
+are joined with a line break, as in vLLM, unless the chat template reads parts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ChatMessage(ClientModel):
         return [{"type": "text", "text": text} for text in filter(None, content)] or [{"type": "text", "text": ""}]
 
     def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:
-        """Return the message in the form of chat templates: content is a string or parts, absent keys are absent."""
+        """Return the message in the form of chat templates: content is a string or parts, absent keys are left out."""
         thought = self.reasoning or self.reasoning_content
         role, call_id, calls = self.role, self.tool_call_id, self.tool_calls
         # Templates know tools, but no functions: a call and its result get an id made of the function's name.
@@ -214,11 +214,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         openai_tools.check_tool_choice(*self._tools, self._tool_fields)
         if self.tool_use is not None and self.tool_use.choice == "required":
             openai_tools.check_demanded_grammars(self.tool_use, self._tool_fields)
-        # A response format applies to an answer in words, which a demanded call replaces; other grammars to any text.
+        # A demanded call replaces the answer to which a response format applies. Other grammars apply to calls too.
         grammars = self.grammars_asked_for.keys() - {"response_format"}
         if grammars and self.tool_use is not None and self.tool_use.choice == "required":
             name = min(grammars)
-            raise InvalidRequest(f"{name} cannot hold for a call that tool_choice demands; leave one out.", param=name)
+            raise InvalidRequest(f"{name} cannot apply to a call that tool_choice demands; leave one out.", param=name)
         return self
 
     @model_validator(mode="after")

@@ -104,7 +104,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def fill_in(self, defaults: Mapping[str, float | None]) -> None:
-        super().fill_in({name: value for name, value in defaults.items() if name != "max_tokens"})  # here 16
+        super().fill_in({name: value for name, value in defaults.items() if name != "max_tokens"})  # it is 16 here
 
     def prompts(self, vocab_size: int) -> Prompts:
         prompts = prompt_list(self.prompt, "prompt")

@@ -32,11 +32,11 @@ _COMPLETIONS = GenerationRoute(
 )
 _EMBEDDINGS = "Texts to vectors: pooled hidden states of the served model."
 
-# Without their types, because the values of other clients are not read.
+# Without types, because the values are ignored without that header.
 _PAGE = {
-    "limit": {"description": "With the header anthropic-version: models of a page, 1 to 1000."},
-    "after_id": {"description": "With the header anthropic-version: the model before the page."},
-    "before_id": {"description": "With the header anthropic-version: the model behind the page."},
+    "limit": {"description": "With the header anthropic-version: number of models on a page, 1 to 1000."},
+    "after_id": {"description": "With the header anthropic-version: the page begins after this model."},
+    "before_id": {"description": "With the header anthropic-version: the page ends before this model."},
 }
 
 OPENAI = Dialect(
@@ -44,13 +44,13 @@ OPENAI = Dialect(
     generation=(_CHAT, _COMPLETIONS),
     others=(
         generates("/v1/embeddings", _EMBEDDINGS, EmbeddingRequest, EmbeddingList, streams=False),
-        finds("get", "/v1/models", "What is served.", ModelList, query=_PAGE),
+        finds("get", "/v1/models", "The served models.", ModelList, query=_PAGE),
         finds("get", "/v1/models/{id}", "One served model; its id may hold slashes.", ModelCard),
     ),
 )
 
 
-_MAX_SHOWN = 64  # characters of an unknown name that come back
+_MAX_SHOWN = 64  # characters of an unknown name that the error repeats
 
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:

@@ -169,10 +169,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
             )
 
     def answer_room(self, max_model_len: int) -> int:
-        """Return how many tokens of the context a truncated prompt leaves to the answer: as many as the client asks
-        for.
+        """Return how many tokens of the context a truncated prompt leaves to the answer: the client's limit on tokens.
 
-        The limit is half of the context, because many clients ask for more than any context holds.
+        It is at most half of the context, because many clients ask for more than any context holds.
         """
         return max(1, min(self._max_tokens()[1] or 1, max_model_len // 2))
 
@@ -182,7 +181,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return False
 
     def prompt_parts(self, prompts: Sequence[list[int]], decode: Callable[[list[int]], str]) -> PromptParts | None:
-        """Return the parts of these prompts that the answer repeats, if any. `decode` turns token ids into text."""
+        """Return what the answer repeats of these prompts, if anything. `decode` turns token ids into text."""
         if not self.echo and not self.return_token_ids and self.prompt_logprobs is None:
             return None
         return PromptParts(
@@ -264,9 +263,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 class WireFormat:
     """One endpoint's form of a choice.
 
-    `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the finish
-    reason, which has no text; `chunk_text` and `full_text` put text in a chunk and in a `choice` of a `whole` response.
-    `prompt_in_choice` is true if repeated parts of a prompt belong to each choice, not to the response.
+    `opening` is the first chunk of a choice (None for none), `closing` the empty text part of the chunk with the finish
+    reason; `chunk_text` and `full_text` put text in a chunk and in a `choice` of a `whole` response. `prompt_in_choice`
+    is true if repeated parts of a prompt belong to each choice, not to the response.
     """
 
     chunk_object: str

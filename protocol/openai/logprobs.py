@@ -53,8 +53,8 @@ class CompletionLogprobs:
 
     `text_offset` counts characters of the answer before the token: a character belongs to the token with its first
     byte, and bytes that are no UTF-8 count as the text's replacement characters. Tokens of `hidden_ids` have no text,
-    unless they are among the `num_echoed` tokens of an echoed prompt, of which the first has nulls. A token that is not
-    whole UTF-8 is written as ``bytes:\\xe2\\x80``, as by OpenAI, because keys of `top_logprobs` must differ.
+    except in the `num_echoed` tokens of an echoed prompt. The first echoed token has nulls. A token that is not whole
+    UTF-8 is written as ``bytes:\\xe2\\x80``, as by OpenAI, because keys of `top_logprobs` must differ.
     """
 
     def __init__(
@@ -163,10 +163,9 @@ class PromptParts:
         return msgspec.structs.replace(output, text=text + output.text, logprobs=logprobs)
 
     def logprobs_of(self, entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
-        """Return entries of `prompt_logprobs`, which begin with null for the first token, in the answer's form.
+        """Return entries of `prompt_logprobs` in the answer's form, without the null of the first token.
 
-        They are objects `{token id: {logprob, rank, decoded_token}}` of the prompt's own token and the most likely
-        ones.
+        An entry is `{token id: {logprob, rank, decoded_token}}` with the prompt's own token and the most likely ones.
         """
         assert self.prompt_logprobs is not None
         parts: list[dict[str, Any]] = []

@@ -50,7 +50,7 @@ class UsageMeter:
         if output.index not in self._completion:
             prompt = output.index // self._n
             self._prompt[prompt] = output.num_prompt_tokens
-            # The choices of a prompt share it in the prefix cache: only the first one's hits were cached before.
+            # Later choices of a prompt hit the blocks of the first one; only its own hits were cached before.
             self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
         self._completion[output.index] = output.num_output_tokens
 
@@ -104,9 +104,8 @@ class _ChoicesWriter:
         return found
 
     def _finish_reason(self, reason: FinishReason, parser: message_parts.MessageParser | None) -> str:
-        """Return the `finish_reason` of a choice: that of calls, unless the client named the call.
-
-        It is `length` if a call is incomplete, because clients run the calls of other choices.
+        """Return the `finish_reason` of a choice. With calls it is `tool_calls`, unless the client named the call, and
+        `length` if a call is incomplete, because clients run the calls of choices that end otherwise.
         """
         if reason is FinishReason.STOP and parser and parser.num_tool_calls:
             if parser.cut_calls:
@@ -140,7 +139,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
     def feed_output(self, output: RequestOutput) -> bytes:
         index = output.index
         choice = self._choices.get(index)
-        if choice is not None and self._is_plain and output.finish_reason is None and not output.logprobs:  # mostly
+        if choice is not None and self._is_plain and output.finish_reason is None and not output.logprobs:  # usual
             self._meter.add(output)
             return choice.frame(output.text) if output.text else b""
         frames = []
@@ -148,7 +147,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         if choice is None:
             choice = self._choices[index] = self._open(index)
             of_prompt = self._of_prompt(index, output.prompt_logprobs)
-            if self._wire.opening is not None:  # comes before any token, and counts none
+            if self._wire.opening is not None:  # comes before any token
                 frames.append(self._frame(index, self._wire.opening, of_prompt=of_prompt))
                 of_prompt = _NOTHING
             output = self._begin(output)

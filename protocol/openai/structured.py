@@ -25,7 +25,7 @@ from protocol.syntax import grammars
 MAX_CHOICES = 4096
 MAX_TAGS = 128
 
-# Words of llguidance's errors about valid schemas with unsupported keywords.
+# Phrases in llguidance's errors about valid schemas with unsupported keywords.
 BEYOND_GRAMMARS = re.compile("Unimplemented|not supported|only supported|Unknown format|disjoint|registry")
 LEAVES_OUT = "keywords that no grammar enforces are left out, and the header x-headrace-warning names them."
 _OF_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.STRUCTURAL_TAG)

@@ -105,7 +105,7 @@ Tools = Annotated[
 
 
 class AllowedTools(ClientModel):
-    """Some of the tools; the model is not shown the others."""
+    """A subset of the tools; the model is not shown the others."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[
@@ -146,7 +146,7 @@ class CalledFunction(ClientModel):
         """Return the call for templates: arguments are an object, or text if they are not JSON."""
         try:
             arguments = orjson.loads(self.arguments or "{}")
-            orjson.dumps(arguments)  # a template cannot write what is nested too deeply either
+            orjson.dumps(arguments)  # a template cannot write deeply nested arguments either
         except (orjson.JSONDecodeError, orjson.JSONEncodeError):
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
@@ -176,7 +176,7 @@ class CalledCustomTool(ClientModel):
     custom: CustomCall
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form of chat templates: a function's, as the model wrote it."""
+        """Return the call in the form of chat templates: as a call of a function, which the model wrote."""
         function = {"name": self.custom.name, "arguments": {INPUT: self.custom.input}}
         return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
 
@@ -229,7 +229,7 @@ def check_tool_choice(
         asked, is_demanded = (choice,), True
     if is_demanded and not names:
         unsupported = ", ".join(kind[:64] for kind in types_of(tools[:8]))
-        why = f" that this server serves: left out is {unsupported}" if unsupported else "; send some or leave it out"
+        why = f" that this server supports, but got {unsupported}" if unsupported else "; send some or leave it out"
         raise InvalidRequest(f"{choice_field} needs {tools_field}{why}.", param=choice_field)
     for each in asked:
         if not isinstance(each, UnsupportedEntry) and each.name not in names:

@@ -34,22 +34,22 @@ _COUNT = "Count the tokens that a response would read."
 RESPONSES = Dialect(
     root="/v1/responses",
     others=(
-        generates("/v1/responses", "Answer items; the response can be continued.", ResponsesRequest, ResponseObject),
+        generates("/v1/responses", "Answer items; a response can be continued.", ResponsesRequest, ResponseObject),
         asks("/v1/responses/input_tokens", _COUNT, InputTokens, InputTokensRequest),
         finds(
             "get",
             "/v1/responses/{id}",
-            "A response that was kept, or is being made.",
+            "A stored response, or one in progress.",
             ResponseObject,
             streams=True,
             query={
                 "stream": {"type": "boolean", "default": False},
-                "starting_after": {"type": "integer", "minimum": -1, "description": "The number of an event."},
+                "starting_after": {"type": "integer", "minimum": -1, "description": "Events after this number."},
                 "include": {"type": "array", "items": {"type": "string"}, "description": "Without effect."},
             },
         ),
-        finds("delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse),
-        finds("post", "/v1/responses/{id}/cancel", "End a response that is being made.", ResponseObject),
-        finds("get", "/v1/responses/{id}/input_items", "What a response was made from.", ItemList),
+        finds("delete", "/v1/responses/{id}", "Delete a stored response.", DeletedResponse),
+        finds("post", "/v1/responses/{id}/cancel", "Cancel a response in progress.", ResponseObject),
+        finds("get", "/v1/responses/{id}/input_items", "The input items of a response.", ItemList),
     ),
 )

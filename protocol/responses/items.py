@@ -33,7 +33,7 @@ DEFAULT_LISTED = 20
 
 
 class MessageItem(ClientModel):
-    """A message of the conversation. Its `phase` is listed; templates know a preamble by the call that follows it."""
+    """A message of the conversation. Its `phase` is only returned: templates know a preamble by the call after it."""
 
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: new_id("msg"))

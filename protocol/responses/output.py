@@ -61,7 +61,7 @@ class _OpenItem:
 
 
 class ResponseStreamWriter:
-    """Writes the response to one request, after `read_with`.
+    """Writes the response to one request. `read_with` is called first.
 
     `echo` has the request's fields in the response, `call_forms` the forms of calls by the model's names. `done` is
     called when the response has ended, also if it failed.
@@ -124,7 +124,7 @@ class ResponseStreamWriter:
             self._output.append(self._open.as_item("incomplete"))
             self._open = None
         if error.code == CANCELLED:
-            # There is no event of cancelling: the response is incomplete, and its status is `cancelled`.
+            # The API has no event for a cancelled response: it is incomplete with status `cancelled`.
             name, response = "response.incomplete", self.response("cancelled")
         else:
             code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -134,7 +134,7 @@ class ResponseStreamWriter:
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:
         """Return the response object as it is now, with every key. Threads may call it at any time."""
-        item = self._open  # read before `_output`, because it joins that before it is closed
+        item = self._open  # read before `_output`: a closing item joins `_output` before `_open` is cleared
         output = list(self._output)
         if item is not None and item.index == len(output):
             output.append(item.as_item("in_progress"))
@@ -162,7 +162,7 @@ class ResponseStreamWriter:
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()))
-        else:  # an abort by the operator and an end within a call have no reason of their own
+        else:  # the API has no reason for an abort by the operator or an end within a call
             response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"})
         self._done(response)
         return frames, response
@@ -230,7 +230,7 @@ class ResponseStreamWriter:
             return []
         if item.number is not None:
             status = "incomplete" if item.number in self._cut_calls else "completed"
-        if item.kind is message_parts.ContentDelta and self._logprobs:  # entries of tokens without text, as the last
+        if item.kind is message_parts.ContentDelta and self._logprobs:  # of tokens without text, such as the last
             item.logprobs.append(entries_of(self._take_logprobs()))
         text = "".join(item.text)
         whole = item.as_item(status)

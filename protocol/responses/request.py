@@ -251,7 +251,7 @@ T = TypeVar("T")
 
 
 def beginnings(messages: Sequence[ChatMessage]) -> list[int]:
-    """Return the places where a truncated conversation may begin: any turn except the first and tool results."""
+    """Return the indices where a truncated conversation may begin: any message except the first and tool results."""
     turns = [place for place, message in enumerate(messages) if message.role not in _INSTRUCTIONS]
     return [place for place in turns[1:] if messages[place].role != "tool"]
 
@@ -262,7 +262,7 @@ def beginning_at(messages: Sequence[ChatMessage], begin: int) -> list[ChatMessag
 
 
 async def fit(messages: Sequence[ChatMessage], encode: Callable[[list[ChatMessage]], Awaitable[T | None]]) -> T | None:
-    """Return `encode` of the longest conversation that fits; None if not even the last turn fits.
+    """Return the result of `encode` for the longest conversation that fits; None if not even the last turn fits.
 
     `encode` returns None for messages that are too long. It is called for the whole list, then in a binary search.
     """

@@ -109,7 +109,7 @@ class ChosenTool(NamedTool):
 
 
 class AllowedNames(ClientModel):
-    """Some of the tools; the model is not shown the others."""
+    """A subset of the tools; the model is not shown the others."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -251,7 +251,7 @@ def _add_what_types_require(schema: dict[str, Any]) -> None:
 
 
 class CallItem(ClientModel):
-    """A call that the model has made. What it says is in `arguments`, `input`, `action` or `operation`, by its type."""
+    """A call that the model has made. Its content is in `arguments`, `input`, `action` or `operation`, by its type."""
 
     model_config = ConfigDict(json_schema_extra=_add_what_types_require)
 

@@ -1,7 +1,7 @@
 """Prose around blocks of calls, and the free text of custom tools.
 
-`BlockReader` separates prose from blocks; the family's `Block` reads what is inside. A block ends by itself, or breaks
-where it stops being a call. Text that is not part of a call by then is content, tags included.
+`BlockReader` separates prose from blocks; the family's `Block` reads what is inside. A block ends after its last call,
+or breaks where its text stops being a call. Its text outside of calls is then content, tags included.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CallSink:
             self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
 
     def cut(self, rest: str) -> None:
-        """Take what was held back of the arguments, at the end of the text."""
+        """Emit `rest`, which was held back, as arguments of a call that the end of the text has cut."""
         if self.num_calls - 1 in self.cut_calls:
             self.arguments(rest)
 
@@ -114,7 +114,7 @@ class BlockReader:
         self._held = ""
         self._padding = Padding()
         self._may_begin_bare = bare is not None
-        self._is_after_block = False  # since the last block, only dropped text has come
+        self._is_after_block = False  # only dropped text has followed the last block
         self._awaits_closing = False
 
     def feed_text(self, text: str) -> list[MessagePart]:
@@ -222,8 +222,8 @@ class BlockReader:
 # --------------------------------------------------------------------------------------------------------------- custom
 # Free text of custom tools, out of the call in which the model writes it: ``{"input": "..."}``.
 #
-# It is passed on while it is written. Arguments in another form wait for their end: their only string is the text, and
-# without one they are passed on as they are, so that nothing is lost.
+# It is passed on while it is written. Arguments in another form are held until they are complete: if their only value
+# is a string, it is the text; otherwise the arguments themselves are.
 
 
 _OPENING = f'{{"{INPUT}":"'
@@ -241,7 +241,7 @@ class CustomInputs:
     def __init__(self, reader: ToolReader, names: Container[str]) -> None:
         self._reader = reader
         self._names = names
-        self._input: InputText | None = None  # of the call that is being read, if it is custom
+        self._input: InputText | None = None  # of the open call, if it is custom
         self._index = 0
 
     def feed_text(self, text: str) -> list[MessagePart]:
@@ -308,7 +308,7 @@ class InputText:
         return text
 
     def finish(self) -> str:
-        """Return the text that waited for the end of the arguments."""
+        """Return the text that was held back until the arguments ended."""
         if self._is_open:
             return ""
         try:

@@ -19,8 +19,8 @@ class Tag(NamedTuple):
     """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
 
     The text of a special token in `begin` or `end` means that token. With `regex` the JSON is a string that matches it;
-    its quotation marks belong to `begin` and `end`. With `schema` None there is free text without special tokens
-    instead of JSON, in an output that is nothing but tags.
+    its quotation marks belong to `begin` and `end`. With `schema` None, which is only for outputs that consist of tags,
+    the content is free text without special tokens.
     """
 
     begin: str
@@ -52,9 +52,9 @@ def tagged_json(
     """Return the grammar of JSON between tags: ``free text <tool_call>{"name": ...}</tool_call> free text``.
 
     With `text`, anything may come until one of the `triggers` (default: the `begin` of every tag); then one of the tags
-    that begin with it must follow. Without, the output is nothing but tags, with `separator` between them. `required`
-    asks for at least one tag, `repeat` allows more than one. With `text` and `required` and without `repeat`, the
-    output ends with its tag.
+    that begin with it must follow. Without `text` the output consists of tags, with `separator` between them.
+    `required` asks for at least one tag, `repeat` allows more than one. With `text` and `required` and without
+    `repeat`, the output ends with its tag.
 
     A tool choice "required" is `text=False, required=True`; a named one is the same with one tag and `repeat=False`;
     "auto" with strict functions is `text=True`.

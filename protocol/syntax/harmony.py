@@ -54,7 +54,7 @@ class HarmonyReader:
     """A `ToolReader` of the whole text of one choice.
 
     A malformed header, and a message to a function that does not begin with an object, are text. A call is announced
-    with the first character of its arguments; where they stop being JSON it stays cut, and the rest is text.
+    with the first character of its arguments; if they stop being JSON, the call stays incomplete and the rest is text.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -172,7 +172,7 @@ class HarmonyReader:
         self._body, self._raw, self._scanner = _Body.CALL, header, JsonScanner()
 
     def _give_back(self, start: str) -> None:
-        """Read the start of the held text, which is no header of ours, as text."""
+        """Read the start of the held text, which is not a valid header, as text."""
         self._held = self._held[len(start) :]
         self._read_as_text(start)
 
@@ -249,8 +249,8 @@ class HarmonyReader:
 def _shape(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation that the template of gpt-oss shows completely.
 
-    It knows one developer message, at the beginning, and the thoughts of a message with a call, which it drops if an
-    answer without calls follows. The text of a message with a call is a preamble, after the thoughts.
+    The template shows one developer message, at the beginning. It shows the reasoning of a message with a call only if
+    no answer without calls follows. The text of such a message is put after the reasoning, as a preamble.
     """
     answers = [place for place, each in enumerate(messages) if _is_assistant(each) and not each.get("tool_calls")]
     shaped: list[Message] = []

@@ -22,7 +22,7 @@ from protocol.tools.kinds import Function
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateForm:
-    """The things that a chat template shows: declarations of tools, calls and results, several calls of a message.
+    """The features of a chat template: whether it shows tools, calls, results, and several calls in one message.
 
     With `text_arguments` it shows the arguments of calls if they are JSON text instead of an object. With `splits_text`
     the text of a message with calls has to be a message of its own. `thoughts` says where it looks for reasoning
@@ -83,7 +83,7 @@ def find_form(template: ChatTemplate, syntax: Syntax) -> TemplateForm:
 
 
 def _word() -> str:
-    return f"w{secrets.randbelow(10**8):08d}"  # nine letters and digits, which ids of Mistral's need
+    return f"w{secrets.randbelow(10**8):08d}"  # Mistral's call ids must be nine letters and digits
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], function: Function) -> str | None:
@@ -110,7 +110,7 @@ def _with_calls(messages: list[Message], form: TemplateForm, syntax: Syntax) -> 
 
 
 def with_known_ids(messages: Sequence[Message], syntax: Syntax) -> list[Message]:
-    """Return the messages with ids of calls that the family's templates accept: they may come from another model."""
+    """Return the messages with call ids that the family's templates accept; other models may have made the calls."""
     known = syntax.known_call_id
     if known is None:
         return list(messages)

@@ -1,8 +1,8 @@
 """Calls written as JSON: one object, an array of objects, or a name and the JSON of its arguments, between tags or not.
 
 An object is ``{"name": "f", "arguments": {...}}``. Its arguments may also be called ``parameters`` (Llama), may be a
-string that holds the JSON (OpenAI's own form), and may come before the name; then they wait for it. Otherwise they are
-passed on while they are written.
+string that holds the JSON (OpenAI's own form), and may come before the name. They are held until the name is known, and
+then passed on while they are written.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Next(enum.Enum):
 class CallObject:
     """A `Block` of one call, from its opening brace to its closing one.
 
-    `names` are the functions that may be called; None allows any, offered or not. An object that is no call breaks at
-    the first character that shows it.
+    `names` are the functions that may be called; None allows any, offered or not. The block breaks at the first
+    character that cannot belong to a call.
     """
 
     def __init__(self, sink: CallSink, names: Container[str] | None = None) -> None:
@@ -191,7 +191,7 @@ _MAX_HEAD = 256  # characters of name and id
 
 
 class CallList:
-    """The inside of a block of Mistral's or Granite's: an array of calls, one object, or one call by its name."""
+    """The inside of a Mistral or Granite block: an array of calls, one object, or a name with its arguments."""
 
     def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
         self.state = BlockState.MORE
@@ -283,7 +283,7 @@ class NamedCall:
 
 
 class SectionCalls:
-    """The inside of a section. `tags` begin a call, stand in its head, end it and end the section.
+    """The inside of a section. The `tags` in order: begin of a call, within its head, its end, end of the section.
 
     `head` is a regular expression of the text before the arguments, with NAME for the function and TAG for its tag.
     """

@@ -14,9 +14,9 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # in a string
 _LITERAL = re.compile(r"[-+.0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = frozenset({"true", "false", "null"})
-_ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{0,4})")  # what there is of one
+_ESCAPE = re.compile(r"\\(?:[\"\\/bfnrt]|u[0-9a-fA-F]{0,4})")  # perhaps incomplete
 MAX_DEPTH = 256
-"""The most nested brackets that are read. Common parsers refuse more."""
+"""The deepest nesting of brackets that is accepted. Common parsers refuse more."""
 
 
 class _Expect(enum.Enum):
@@ -42,7 +42,7 @@ class JsonScanner:
         self._expect = _Expect.VALUE
         self._open: list[str] = []  # the brackets that have to be closed
         self._string_is_key = False
-        self._escape = "\\"  # what there is of an escape
+        self._escape = "\\"  # the part of an escape that was read
         self._literal: list[str] = []
 
     @property
@@ -55,7 +55,7 @@ class JsonScanner:
         return self._expect is _Expect.BROKEN
 
     def scan(self, text: str, start: int = 0) -> int:
-        """Scan `text` from `start`. Return the end of the value's part of it: `len(text)` unless the value ends."""
+        """Scan `text` from `start`. Return where the value ends or breaks in it, or `len(text)`."""
         position = start
         while position < len(text) and self._expect not in (_Expect.DONE, _Expect.BROKEN):
             match self._expect:

@@ -1,4 +1,4 @@
-"""Calls with arguments in a notation of their own, which become JSON as they come: Gemma 4's and Python's."""
+"""Calls with arguments in Gemma 4's or Python's notation, translated into JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 class GemmaCall(NamedCall):
-    """A `Block` of one call: ``call:weather{city:<|"|>Ulm<|"|>,days:3}``. Strings may also be those of JSON."""
+    """A `Block` of one call: ``call:weather{city:<|"|>Ulm<|"|>,days:3}``. Strings may also be JSON strings."""
 
     def __init__(self, reading: Reading, sink: CallSink) -> None:
         super().__init__(r"\s*call:\s*NAME\s*", reading.tags.stand_in(GEMMA_END), sink)

@@ -3,9 +3,9 @@
 Everything that depends on the family goes through here: what the template gets, the grammar, which special tokens are
 text, and how answers are read.
 
-A template of an unknown syntax that declares tools itself keeps them, and its model's calls stay text: nothing is
-guessed. A template that declares none gets a description in the system message, in its syntax's own form; without a
-syntax the server teaches one (`DESCRIBED`), and likewise if a call is demanded of an unknown syntax.
+A template that shows the request's tools gets them. If its syntax is unknown, the model's calls stay text: nothing is
+guessed. For a template that does not show tools, the system message describes them in the template's syntax. If that is
+unknown, or a call is demanded of a model with an unknown syntax, the server teaches a syntax (`DESCRIBED`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ModelSyntax:
         return with_declaration(shown, functions, self._syntax), None
 
     def unread_fields(self, documents: object, variables: Iterable[str], effort: str | None = None) -> tuple[str, ...]:
-        """Return the request's fields for the template that this template does not read, or not with this value."""
+        """Return the names of the request's template fields that have no effect on this template."""
         read = self._variables | (_THINKING if self._variables & _THINKING else frozenset())
         unread = (f"chat_template_kwargs.{name}" for name in variables if name not in read)
         always_thinks = effort == "none" and effort in self._syntax.efforts
@@ -120,9 +120,9 @@ class ModelSyntax:
     def grammar(
         self, tools: ToolUse | None, asked: StructuredOutput | None, *, prompt_end: bytes
     ) -> StructuredOutput | None:
-        """Return the grammar of the text. `asked` is the client's for an answer in words.
+        """Return the grammar of the text. `asked` is the client's grammar for an answer.
 
-        A demanded call replaces it, because there is no such answer then. The model may reason before either.
+        If a call is demanded, the grammar of calls replaces it. The model may reason first.
         """
         if tools is not None and (tools.choice == "required" or (asked is None and self._reads_calls)):
             grammar = self._syntax.grammar(tools)
@@ -137,13 +137,13 @@ class ModelSyntax:
         return structs.replace(grammar, reasoning=(tags[0], closing), answer_opening=opening)
 
     def reasoning_tags(self, prompt_end: bytes) -> tuple[str, str] | None:
-        """Return the tags around the reasoning: "" for the first if the prompt has it, None for a model without it."""
+        """Return the tags around the reasoning, the first "" if the prompt has it; None if the model cannot reason."""
         if self._reasoning is None or not self._syntax.begins_message(prompt_end.decode(errors="replace")):
             return None
         return "" if self._reasoning_is_open(prompt_end) else self._reasoning.opening, self._reasoning.closing
 
     def shown_special_tokens(self, tools: ToolUse | None) -> tuple[int, ...]:
-        """Return the special tokens that must be in the text although others are left out: tags that are read."""
+        """Return the special tokens that the text must keep although others are left out: tags that are parsed."""
         return tuple(self._shown(tools).values())
 
     def message_format(

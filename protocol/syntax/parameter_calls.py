@@ -9,8 +9,8 @@
     </tool_call>
 
 A value becomes JSON by the types that the function's schema gives it (`json_value`). The value of a string is passed on
-while it is written; others wait for their end. What stands in the block may also be a call as a JSON object: that is
-what grammars enforce, and models of these families write it at times.
+while it is written; others wait for their end. The block may also hold a call as a JSON object: grammars enforce this
+form, and models of these families sometimes write it.
 """
 
 from __future__ import annotations
@@ -178,13 +178,13 @@ class ParameterCalls:
         return end + len(found[1])
 
     def _wait(self, text: str, before: str, after: str) -> int:
-        """Wait for `after`, unless it can only come too late."""
+        """Wait for `after`; break if the name before it would be longer than `MAX_NAME`."""
         if len(text) >= len(before) + MAX_NAME + len(after):
             self.state = BlockState.BROKEN
         return 0
 
     def _comes(self, text: str, tag: str) -> bool:
-        """Return True if the tag comes next. If it cannot any more, the block breaks."""
+        """Return True if the text begins with the tag. If it can no longer become the tag, the block breaks."""
         if not tag.startswith(text[: len(tag)]):
             self.state = BlockState.BROKEN
         return text.startswith(tag)

@@ -84,7 +84,7 @@ class SpecialTagReader:
 
 
 def find_tag(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
-    """Return the place of the first of `tags` in `text`, and this tag: of two at one place, the longer one."""
+    """Return the place of the first of `tags` in `text`, and this tag; if two begin there, the longer one."""
     found = [(start, -len(tag), tag) for tag in tags if (start := text.find(tag)) >= 0]
     if not found:
         return None
@@ -199,8 +199,9 @@ class ReasoningSplitter:
 class ReasoningCounter:
     """Counts the tokens of the reasoning, tags included, from the bytes of tokens.
 
-    Text cannot give it: it trails the tokens and lacks control tokens. In `tags`, a stand-in of `special` replaces a
-    tag that is a special token. `between` is the text between two messages of an answer; any may be reasoning.
+    The text will not do: it lags behind the tokens and lacks control tokens. In `tags`, a stand-in of `special`
+    replaces a tag that is a special token. `between` is the text between two messages of an answer; any may be
+    reasoning.
     """
 
     def __init__(
@@ -219,8 +220,8 @@ class ReasoningCounter:
         self._stand_ins = {each: tag.encode(errors="surrogatepass") for each, tag in special.stand_ins_of_ids.items()}
         self._is_open = is_open
         self._is_over = False
-        self._seen = b""  # before the opening: everything; in the reasoning: what the closing tag may begin in
-        self._num_seen = 0  # tokens before the reasoning is known to be one
+        self._seen = b""  # before the opening: everything; in the reasoning: the end, where the closing tag may begin
+        self._num_seen = 0  # tokens that may turn out to be reasoning
 
     def count(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

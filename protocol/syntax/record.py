@@ -24,7 +24,7 @@ A record is the only place that knows a family. `registry.py` lists the records 
 `reasoning`         tags of the reasoning, if the template's source does not show which
 `after_reasoning`, `answer_opening`
                     text between two messages of an answer, and before its words, where a grammar writes them
-`efforts`           the values of `reasoning_effort` that the templates know, for those that they do not
+`efforts`           for each value of `reasoning_effort` that the templates do not know, one that they do
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def new_openai_id(name: str, number: int) -> str:
 class Syntax:
     """The syntax of one family; the module's docstring explains the fields.
 
-    With `bare` a block may also begin by this character, without `opening`: that looks like an answer in JSON, so it
-    must name a function that was offered. `separator` is between two blocks.
+    With `bare` a block may also begin with this character, without `opening`. Since an answer in JSON looks the same,
+    such a block must name a function that was offered. `separator` is between two blocks.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Syntax:
         return (*filter(None, [self.opening, self.closing]), *self.other_tags)
 
     def begins_message(self, prompt_end: str) -> bool:
-        """Return True if a prompt that ends so begins an answer, which may have reasoning, and continues none."""
+        """Return True if a prompt with this end begins a new answer, maybe with reasoning, and continues none."""
         return True
 
     # --- reading

@@ -284,12 +284,12 @@ END_TOKENS = tuple(token for each in SYNTAXES.values() for token in each.end_tok
 
 
 def syntax_of(template: str, special_tokens: Container[str]) -> Syntax | None:
-    """Return the syntax that a chat template was made for; None if it is none of ours."""
+    """Return the syntax that a chat template was made for; None if no record matches."""
     return next((each for each in SYNTAXES.values() if each.matches(template, special_tokens)), None)
 
 
 def end_tokens(template: str, special_tokens: Container[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tokens that end an answer in some family, and those that do not end one of this template's model.
+    """Return the tokens that end an answer, in any family, and those that do not end one of this template's family.
 
     Model files often name only one end token, and some name one that is inside of an answer.
     """

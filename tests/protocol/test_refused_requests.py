@@ -144,7 +144,7 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs", "must be an integer"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools; send some"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs tools"),
-    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "left out is web_search"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "but got web_search"),
     ({"tools": [{"name": "f"}]}, "tools.0.type", "is required: one of function, custom."),
     ({"thinking_token_budget": -5}, "thinking_token_budget", "must be at least 0, or -1 for none, got -5"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "is 'xml', which is not supported"),

@@ -131,7 +131,7 @@ def test_the_model_needs_no_flag_and_a_second_word_is_refused() -> None:
     done = run("pull", "--cache-dir", "/nowhere", "org/model/file", "--load-format", "dummy")
     assert done.stderr.startswith("error: There is no model 'org/model/file'. A model is one of: ")
     done = run("serve", "org/model", "more", "--port", "9000")
-    assert done.stderr == "error: 'more' has no flag. Only one word needs none, the model: headrace serve MODEL\n"
+    assert done.stderr == "error: 'more' is not a flag. Only the model is given without a flag: headrace serve MODEL\n"
     done = run("serve", "org/model", "--model", "org/model")
     assert done.stderr == "error: --model is given twice. Give it once\n"
     done = run("serve", "--model", "org/model", "org/model")

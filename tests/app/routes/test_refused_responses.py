@@ -34,7 +34,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"truncation": "some"}, "truncation", "some"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"prompt": {"id": "p"}}, "prompt", "not supported"),
-    ({"tools": [{"type": "file_search"}], "tool_choice": "required"}, "tool_choice", "left out is file_search"),
+    ({"tools": [{"type": "file_search"}], "tool_choice": "required"}, "tool_choice", "but got file_search"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
     ({"tool_choice": {"type": "namespace", "name": "none"}}, "tool_choice.type", "namespace"),

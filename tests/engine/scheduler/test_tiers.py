@@ -267,7 +267,7 @@ def test_an_engine_that_ends_stores_what_waits_for_a_moment(
         core.shutdown()
         assert len(tier.chunks) == stored
         assert now[0] < 2.0
-    assert "chunks were not stored before the end" in caplog.text
+    assert "chunks were not stored before shutdown" in caplog.text
 
 
 def test_what_is_private_is_not_stored_and_who_finds_it_stores_its_own_copy() -> None:

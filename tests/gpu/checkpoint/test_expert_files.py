@@ -287,18 +287,18 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path, exact):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"down_proj_scales": None}, r"with no place: 'model.layers.0.mlp.experts.down_proj_blocks'"),
-        ({"down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}, "with no place: .*down_proj_blocks"),
-        ({"down_proj_bias": torch.zeros(5, 64)}, r"missing: .*0.down_proj.bias.*with no place: .*down_proj_bias"),
+        ({"down_proj_scales": None}, r"unknown: 'model.layers.0.mlp.experts.down_proj_blocks'"),
+        ({"down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}, "unknown: .*down_proj_blocks"),
+        ({"down_proj_bias": torch.zeros(5, 64)}, r"missing: .*0.down_proj.bias.*unknown: .*down_proj_bias"),
         ({"gate_up_proj_blocks": torch.zeros(4, 66, 2, 16, dtype=torch.uint8)}, "misshapen|no place"),
-        ({"gate_up_proj_blocks": torch.zeros(4, 64, 2, 16)}, "with no place: .*gate_up_proj_blocks"),
-        ({"gate_up_proj_scales": torch.full((4, 64, 2), torch.nan)}, "with no place: .*gate_up_proj_blocks"),
+        ({"gate_up_proj_blocks": torch.zeros(4, 64, 2, 16)}, "unknown: .*gate_up_proj_blocks"),
+        ({"gate_up_proj_scales": torch.full((4, 64, 2), torch.nan)}, "unknown: .*gate_up_proj_blocks"),
         (
             {
                 "down_proj_blocks": torch.zeros(4, 16, dtype=torch.uint8),
                 "down_proj_scales": torch.zeros(4, dtype=torch.uint8),
             },
-            "with no place: .*down_proj_blocks",
+            "unknown: .*down_proj_blocks",
         ),
     ],
 )

@@ -288,7 +288,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["occurs twice"],
     ),
     "a deep header": (with_header(lambda h: '{"a":' * 100_000), ["nested too deeply"]),
-    "a missing tensor": (with_header(lambda h: h.update({"x": h.pop(NORM)})), ["'x'", "with no place"]),
+    "a missing tensor": (with_header(lambda h: h.update({"x": h.pop(NORM)})), ["'x'", "unknown"]),
     "an index of a file elsewhere": (
         with_json(INDEX, weight_map={NORM: "../../x.safetensors"}),
         ["to a file of the same folder"],

@@ -185,7 +185,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path):
         read({key: value for key, value in weights.items() if key != name})
     with pytest.raises(ModelError, match=rf"1 misshapen: {name} is \[256, 256\], needs \[512, 256\]\. Fetch"):
         read(weights | {name: weights[name][:256]})
-    with pytest.raises(ModelError, match=r"1 with no place: 'model\.layers\.1\.mlp\.up_proj\.bias'\. Fetch"):
+    with pytest.raises(ModelError, match=r"1 unknown: 'model\.layers\.1\.mlp\.up_proj\.bias'\. Fetch"):
         read(weights | {"model.layers.1.mlp.up_proj.bias": weights[name][:, 0].copy()})
 
 

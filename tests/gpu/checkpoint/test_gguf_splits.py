@@ -72,7 +72,7 @@ def test_a_missing_part_is_named(split, named):
 
 def test_parts_in_the_wrong_order_are_refused(split):
     shutil.copy(split / NAMES[1], split / NAMES[2])
-    with pytest.raises(ModelError, match="m-00003-of-00004.gguf has split.no 1, where its name means 2"):
+    with pytest.raises(ModelError, match="m-00003-of-00004.gguf: by its name split.no must be 2, got 1"):
         open_model(str(split / NAMES[0]))
 
 

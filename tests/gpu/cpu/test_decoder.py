@@ -301,5 +301,5 @@ def test_weights_of_another_model_are_refused_by_name():
     with pytest.raises(ModelError, match=r"1 missing: model\.norm\.weight\. Fetch"):
         CPUCausalLM(library, config, rest, **options)
     odd = [("model.layers.9.mlp.up_proj.weight", np.zeros((128, 96), np.float32)), *weights.items()]
-    with pytest.raises(ModelError, match=r"1 with no place: .model\.layers\.9\.mlp\.up_proj\.weight.\. Fetch"):
+    with pytest.raises(ModelError, match=r"1 unknown: .model\.layers\.9\.mlp\.up_proj\.weight.\. Fetch"):
         CPUCausalLM(library, config, odd, **options)

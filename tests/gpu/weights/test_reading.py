@@ -33,7 +33,7 @@ def test_a_missing_tensor_is_named(checkpoint):
 
 def test_an_unexpected_tensor_is_named(checkpoint):
     checkpoint["model.layers.3.mlp.up_proj.weight"] = torch.zeros(1)
-    with pytest.raises(ModelError, match=r"1 with no place: 'model\.layers\.3\.mlp\.up_proj\.weight'\. Fetch"):
+    with pytest.raises(ModelError, match=r"1 unknown: 'model\.layers\.3\.mlp\.up_proj\.weight'\. Fetch"):
         load(checkpoint.items())
 
 
@@ -53,7 +53,7 @@ def test_a_tensor_that_comes_twice_is_named(checkpoint):
 def test_all_faults_are_told_at_once_and_long_lists_are_cut(checkpoint):
     strangers = [(f"adapter.blocks.{i}", torch.zeros(1)) for i in range(100)]
     del checkpoint["model.embed_tokens.weight"]
-    message = r"1 missing: model\.embed_tokens\.weight; 100 with no place: 'adapter\.blocks\.0', .* and 92 more\. Fetch"
+    message = r"1 missing: model\.embed_tokens\.weight; 100 unknown: 'adapter\.blocks\.0', .* and 92 more\. Fetch"
     with pytest.raises(ModelError, match=message):
         load([*checkpoint.items(), *strangers])
 

@@ -281,7 +281,7 @@ def _plan_chunks(
 
 
 def _causal_band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the mask that tiles slice, [TILE, reach + TILE]: row i sees column reach + i, and window - 1 before it.
+    """Return a mask to slice for tiles, [TILE, reach + TILE]: row i sees column reach + i, and window - 1 before it.
 
     A causal mask depends only on the distance from key to query, so the mask of a tile that follows n tokens is the
     slice from column reach - n on. One tensor serves all chunks of a step.

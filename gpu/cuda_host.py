@@ -26,7 +26,7 @@ _PROGRAM = "#include <Python.h>\n#include <stdlib.h>\n"
 
 
 def why_no_device(torch_version: str, cuda_version: str | None, root: Path = Path("/")) -> tuple[str, str]:
-    """Return two texts for a log or an error: why torch cannot use a card that the driver lists, and what to do.
+    """Return two texts for a log or an error: why torch cannot use a GPU that the driver lists, and what to do.
 
     `cuda_version` is `torch.version.cuda`, None for a build without CUDA.
     """

@@ -65,7 +65,7 @@ class Simulator:
         self._num_open = 0
 
     async def answer(self, body: bytes) -> bytes:
-        """Return JSON: `time`, the `frame` then, `kpis`, and the requests `sent` and `ended` since. Raises ApiError."""
+        """Return JSON: `time`, its `frame`, `kpis`, requests `sent` and `ended` in the piece. Raises ApiError."""
         if self._num_open == MAX_OPEN:
             raise ApiError(429, f"{MAX_OPEN} simulations are running already; try again later.", code="too_many_pages")
         if len(body) > MAX_BODY:

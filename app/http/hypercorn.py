@@ -262,7 +262,7 @@ class ServerConnection:
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def answer_once_more(self) -> None:
-        """Let the next answer of every connection announce the close: they share `config`. HTTP/1 only."""
+        """Let the next answer of every connection announce the close: all share `config`. HTTP/1 only."""
         self.config.keep_alive_max_requests = 1  # the count includes the request that is being answered
 
     def close(self) -> None:

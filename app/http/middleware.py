@@ -66,11 +66,11 @@ _ASKED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,4096}")
 
 
 class CrossOrigin:
-    """Let web pages of the setting `allowed_origins` call the API and read its answers (CORS), except the dashboard's.
+    """Let web pages of the setting `allowed_origins` call the API (CORS), except the routes of the dashboard.
 
     A browser first asks, without a key, what a page may send (the preflight); the answer allows the headers that the
     page names, `Authorization` among them, and no cookies. Every answer to such a page, an error or a stream too, says
-    that the page may read it. Other pages get what they get without the setting.
+    that the page may read it. For other pages nothing changes.
     """
 
     def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:

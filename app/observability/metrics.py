@@ -112,7 +112,7 @@ class Metrics(Observer):
             return Histogram(prefix + name, text, labels, registry=self._registry, buckets=buckets).labels(*values)
 
         self._running = gauge("num_requests_running", "Requests that are being computed.")
-        self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for a running slot.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
         self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
         self._cache_config = partial(
@@ -131,7 +131,7 @@ class Metrics(Observer):
         self._cache_hits = counter(
             "prefix_cache_hits", "Tokens of starting and resumed requests that the prefix cache provided."
         )
-        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of ended requests that were not computed.")
+        self._cached_tokens = counter("prompt_tokens_cached", "Cached prompt tokens of ended requests.")
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
         self._itl = WeightedHistogram(
@@ -196,15 +196,15 @@ class Metrics(Observer):
             "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),
             "store_seconds": by_tier("headrace:kv_tier_store_seconds", "Seconds of writing, in parallel with steps."),
         }
-        text = "Bytes in a tier of the KV cache, at this server's last look."
+        text = "Bytes in a tier of the KV cache when this server last looked."
         self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
         for tier in TIERS:
             self._on_tier(TierStats(tier=tier))
         text = "Copies of requests' states that the prefix cache keeps, of models with linear attention."
         self._checkpoints = Gauge("headrace:state_checkpoints", text, registry=self._registry)
-        text = "Bytes of these copies."
+        text = "Bytes of the kept copies of states."
         self._checkpoint_bytes = Gauge("headrace:state_checkpoint_bytes", text, registry=self._registry)
-        text = "Starting and resumed requests that began from such a copy."
+        text = "Starting and resumed requests that began from a kept copy of a state."
         self._checkpoint_hits = Counter("headrace:state_checkpoint_hits", text, registry=self._registry)
         self._num_checkpoint_hits = 0
         text = "Tokens routed to experts, counted once for each expert, by layer with experts."
@@ -327,7 +327,7 @@ class Metrics(Observer):
                 self._mean_itl.observe(finished.decode_seconds / (finished.longest_output - 1))
 
     def set_tenants(self, names: Iterable[str], busy: Collection[str] = ()) -> None:
-        """Count these tenants, and drop the series of others, unless they are `busy`, until the next call."""
+        """Count these tenants from now on. Drop the series of others; the next call drops those that are `busy` now."""
         names = set(names)
         for name in self._tenants.keys() - names - set(busy):
             label = shown_name(name) or ANONYMOUS

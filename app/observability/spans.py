@@ -118,7 +118,7 @@ class SpanTracer:
 
 
 class _CountingExporter(SpanExporter):
-    """Counts the spans taken out of the queue, and the traces that did not arrive, by their request spans."""
+    """Counts the spans taken out of the queue, and the traces that were lost (each by its request span)."""
 
     def __init__(self, exporter: SpanExporter, on_lost: Callable[[Loss, int], None]) -> None:
         self.num_taken = 0  # spans; written by the exporting thread alone
@@ -235,8 +235,8 @@ class PhaseSpan:
 
 
 def phases(marks: Sequence[tuple[Phase, float]], outputs: RequestStream | None, end: float) -> list[PhaseSpan]:
-    """Return the phases of a request that ended at `end`. `marks` are the phases before the engine's with their begins,
-    the first at its arrival; `outputs` is None if the engine never got the request."""
+    """Return the phases of a request that ended at `end`. `marks` are the phases before the engine's with the time when
+    each began, the first at the arrival; `outputs` is None if the engine never got the request."""
     spans = [PhaseSpan(phase, begin) for phase, begin in marks]
     if outputs is not None:
         spans += _in_engine(outputs)

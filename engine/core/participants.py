@@ -114,8 +114,8 @@ class StepCosts:
         learns: bool,
         keep: Callable[[StepCostTable], None] | None,
     ) -> None:
-        """`learns` lets real steps update the table. `keep` saves the table when it has been measured and at
-        the end. If it is given and little is known, costs are measured while there is no work."""
+        """`learns` lets real steps update the table. `keep` saves the table when it has been measured and at the end.
+        If `keep` is given and few costs are known, they are measured while there is no work."""
         self.table = scheduler.pacing.table
         self._requests = scheduler.requests
         self._lost_time = LostTime(executor)

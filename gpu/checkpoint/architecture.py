@@ -359,7 +359,7 @@ def llama_layer(
 
 
 def fused(name: str, gguf: str | None, *parts: Part) -> tuple[Part, ...]:
-    """Return `parts` as row ranges of the matrix `name` that stacks them. `gguf` None: in GGUF files each is alone."""
+    """Return `parts` as row ranges of the matrix `name` that stacks them. `gguf` None: GGUF files do not stack them."""
     starts = itertools.accumulate((part.shape[0] for part in parts), initial=0)
     return tuple(
         replace(part, gguf=gguf or part.gguf, stack=Stack(f"{name}.weight", start, in_gguf=gguf is not None))

@@ -46,8 +46,8 @@ STEPS_BETWEEN_CAPTURES = 32
 class DeviceRunner:
     """A `gpu.runner.runner.Runner` that starts steps on the device and does not wait for them.
 
-    `graphs` makes graphs of steps and wants an attention backend that takes padding (`TritonAttention`); without
-    it every step runs eagerly, on any backend.
+    `graphs` makes graphs of steps and needs an attention backend that takes padding (`TritonAttention`); without it
+    every step runs eagerly, on any backend.
     """
 
     def __init__(

@@ -193,7 +193,7 @@ class Upload:
 
 
 def host_tensor(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return host memory for an asynchronous copy from or to this device: pinned, if the device is a card.
+    """Return host memory for an asynchronous copy from or to this device: pinned, if the device is a GPU.
 
     torch reuses pinned memory, but none that a copy in progress still uses.
     """

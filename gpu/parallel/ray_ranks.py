@@ -335,7 +335,7 @@ class StageWriter:
     """The sockets to all ranks of the next stage."""
 
     def __init__(self, sockets: list[Socket]) -> None:
-        """Wait for the readers' connections now: later imports could delay the thread here that admits them."""
+        """Wait until the readers are connected, because later imports could delay the thread that admits them."""
         self._sockets = sockets
         for socket in sockets:
             socket.send(b"")

@@ -38,7 +38,7 @@ class WorkerOptions:
     kv_cache_dir_size: int = 0  # bytes
     kv_cache_ram: int = 0  # bytes of the host's memory for blocks that are evicted from the device
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
-    # Where the batch is kept: "auto" is on the device if that is a card, and else on the host.
+    # Where the batch is kept: "auto" is on the device if that is a GPU, and else on the host.
     runner: Literal["auto", "host", "device"] = "auto"
 
 

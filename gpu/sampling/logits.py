@@ -55,7 +55,7 @@ class SeenTokens:
 
     @property
     def output_counts(self) -> NDArray[np.int32]:
-        """Their counts, int32 [U]; 0 for tokens of the prompt alone."""
+        """The counts of `token_ids`, int32 [U]; 0 for tokens of the prompt alone."""
         return self._output_counts[: len(self._index)]
 
     def append(self, token_id: int) -> None:
@@ -87,7 +87,7 @@ class Penalized:
         self._seen: dict[int, SeenTokens] = {}
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Keep a request's tokens after its columns are filled; of a resumed request, those generated earlier, too."""
+        """Keep the tokens of a request, generated ones too if it is resumed. Its columns are filled before."""
         if self._is_penalized[row]:
             self._seen[row] = SeenTokens(np.array(request.token_ids, dtype=np.int32), request.num_prompt_tokens)
 
@@ -100,7 +100,7 @@ class Penalized:
             self._seen[int(rows[i])].append(int(token_ids[i]))
 
     def select(self, rows: NDArray[np.int64]) -> Penalties | None:
-        """Return the penalties of logits with the parameters of these rows; None if no row is penalized."""
+        """Return the penalties for the logits of these rows; None if no row is penalized."""
         indices = np.flatnonzero(self._is_penalized[rows])
         if len(indices) == 0:
             return None
@@ -122,8 +122,8 @@ def apply_penalties(logits: NDArray[np.float32], penalties: Penalties) -> None:
     """Change `logits` ([S, vocab]) in place.
 
     Repetition divides the positive and multiplies the negative logits of every token in prompt or output (Keskar et
-    al., CTRL, 2019, and Hugging Face's processor of that name). Presence and frequency, then, are OpenAI's: over the
-    output alone, `logit -= frequency * count + presence * (count > 0)`.
+    al., CTRL, 2019, and Hugging Face's processor of that name). Then follow OpenAI's presence and frequency penalties,
+    over the output alone: `logit -= frequency * count + presence * (count > 0)`.
     """
     seen, counts = logits[penalties.rows, penalties.token_ids], penalties.output_counts
     seen = np.where(seen > 0, seen / penalties.repetition, seen * penalties.repetition)
@@ -155,7 +155,7 @@ class Biases:
         self._stop_token_ids: dict[int, NDArray[np.int64]] = {}
 
     def add(self, row: int, request: NewRequestData) -> None:
-        """Keep the tokens of a request after its columns are filled."""
+        """Keep the tokens of a request. Its columns are filled before."""
         if self._may_stop_at[row]:
             self._stop_token_ids[row] = np.unique(np.array(request.stop_token_ids, dtype=np.int64))
         if bias := request.sampling.logit_bias:
@@ -166,7 +166,7 @@ class Biases:
         self._stop_token_ids.pop(row, None)
 
     def select(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> SparseBias | None:
-        """Return the bias of logits with the parameters of these rows, for tokens at these positions; both are [S]."""
+        """Return the bias for the logits of these rows, to draw tokens at these positions; both are [S]."""
         parts = [(i, *self._bias[int(rows[i])]) for i in np.flatnonzero(self._is_biased[rows]).tolist()]
         for i in np.flatnonzero(positions < self._may_stop_at[rows]).tolist():
             stops = self._stop_token_ids[int(rows[i])]

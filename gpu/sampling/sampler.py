@@ -130,7 +130,7 @@ class NamedTokens:
         self._token_ids.pop(row, None)
 
     def answer(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
-        """Return an entry as the row's request wants it: with `every`, the named tokens, then the sampled one."""
+        """Return the entry for the row's request: the tokens that it names, and the sampled one, replace `every`."""
         token_ids = self._token_ids.get(row)
         if token_ids is None or entry.every is None:
             return entry
@@ -187,7 +187,7 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingMetadata:
-    """The parameters of S rows of logits, all on the host: logits i have those in row `rows[i]` of `columns`."""
+    """The parameters of S rows of logits, on the host: those of logits i are in row `rows[i]` of `columns`."""
 
     columns: Mapping[str, NDArray[Any]]  # `gpu.sampling.columns.SAMPLING_COLUMNS` and maybe more, not to be written to
     rows: NDArray[np.int64]  # [S]

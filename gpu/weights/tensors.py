@@ -82,8 +82,8 @@ def to_device(
 
 
 class _Buffers:
-    """Two staging buffers, and the end of the device's copy from each. On a CPU (in tests), they are not pinned, and
-    nothing waits."""
+    """Two staging buffers, and an event for the end of the device's copy from each. On a CPU (in tests), they are not
+    pinned, and nothing waits."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._device = device

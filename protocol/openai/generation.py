@@ -251,11 +251,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return None
 
     def _max_tokens(self) -> tuple[str, int | None]:
-        """Return the limit on generated tokens, after the name of its field."""
+        """Return the name of the request's field and its limit on generated tokens."""
         return "max_tokens", self.max_tokens
 
     def _logprobs(self) -> tuple[str, int | None]:
-        """Return `SamplingParams.logprobs`, after the name of its field."""
+        """Return the name of the request's field and its value for `SamplingParams.logprobs`."""
         raise NotImplementedError
 
 

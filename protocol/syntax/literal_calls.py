@@ -142,7 +142,7 @@ class PythonCalls:
 
 
 def _json_of_code(code: str) -> str | None:
-    """Return the named arguments of a call in Python as JSON; None if they are none."""
+    """Return the named arguments of a call in Python as JSON; None if `code` is something else."""
     try:
         call = python_tree(code)
         if not isinstance(call, ast.Call) or call.args:

@@ -43,7 +43,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ContentDelta(msgspec.Struct, frozen=True, gc=False):
-    """More of the answer, or with `is_preamble` of a message about what the model will do next."""
+    """More of the answer; with `is_preamble`, of a message that says what the model will do next."""
 
     text: str
     is_preamble: bool = False
@@ -97,7 +97,7 @@ class MessageFormat:
     """The way to read the text of one request's choices.
 
     `reasoning_is_open` is true if the prompt has opened the reasoning. Without `show_reasoning` it is dropped, without
-    `new_tool_reader` the text has no calls. `call_is_demanded`: a grammar allows nothing but calls, so one that has
+    `new_tool_reader` the text has no calls. `call_is_demanded`: a grammar allows nothing but calls, so a call that has
     only begun when the text ends is left out. `call_is_named`: the client asked for this call, so chat does not report
     it as the model's decision. `special_tags` are the tags that are special tokens. `between_messages` is the text
     between the messages of an answer, if `new_tool_reader` finds the reasoning itself.

@@ -199,9 +199,8 @@ class ReasoningSplitter:
 class ReasoningCounter:
     """Counts the tokens of the reasoning, tags included, from the bytes of tokens.
 
-    The text will not do: it lags behind the tokens and lacks control tokens. In `tags`, a stand-in of `special`
-    replaces a tag that is a special token. `between` is the text between two messages of an answer; any may be
-    reasoning.
+    The text is no help: it lags behind the tokens and lacks control tokens. In `tags`, a stand-in of `special` replaces
+    a tag that is a special token. `between` is the text between two messages of an answer; any may be reasoning.
     """
 
     def __init__(

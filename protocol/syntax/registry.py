@@ -154,7 +154,7 @@ HERMES = Syntax(  # Qwen 2.5 and 3, and many others
 def _in_parameters(
     name: str, matches: Callable[[str, Container[str]], bool], opening: str, form: Form, end_token: str
 ) -> Syntax:
-    """Return the record of a family that writes calls parameter by parameter; the server itself writes JSON in them."""
+    """Return the record of a family that writes calls parameter by parameter; grammars enforce JSON instead."""
     closing = f"</{opening[1:]}"
     return replace(
         HERMES,

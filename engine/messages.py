@@ -131,8 +131,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     value: str
     any_whitespace: bool = True  # allow blanks and line breaks between the tokens of JSON
     closed: bool = False  # allow only declared properties in objects, unless the schema says otherwise
-    lenient: bool = False  # ignore schema keywords that no grammar enforces (of tags: in marked schemas)
-    whitespace_pattern: str | None = None  # a regular expression for the whitespace instead
+    lenient: bool = False  # ignore schema keywords that no grammar enforces (tags: in those with `lenient`)
+    whitespace_pattern: str | None = None  # a regular expression; replaces `any_whitespace`
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; "" as first: already opened
     answer_opening: str = ""  # text before the answer, after the reasoning if there is any
 

@@ -53,7 +53,7 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
         weights = quantization.applied_to(read_weights(files, spec))
         worker = Worker(files.config, weights, options, text=sample_text(files.tokenizer, files.config), **ranks)
         error = f"{quantization.relative_error:.2%} off (root mean square)"
-        perplexity = "" if worker.perplexity is None else f"; {worker.perplexity}"  # which no stage computes alone
+        perplexity = "" if worker.perplexity is None else f"; {worker.perplexity}"  # a pipeline stage has none
         return worker, f". Weights were quantized to {quantization.name}: {error}{perplexity}"
     if device == "cpu":
         return Worker(files.config, read_weights(files, spec), options, **ranks), ""

@@ -143,8 +143,8 @@ class Settings(BaseSettings):
     )
     gguf_file: str | None = Field(
         None,
-        description="File of the hub's repository or of the directory to serve; a part stands for all parts. Default: "
-        "by the quantization in the model's name, Q4_K_M before others.",
+        description="GGUF file of the hub's repository or the directory to serve; of a split file, any part. "
+        "Default: the one with the quantization in the model's name, else Q4_K_M if there is one.",
         min_length=1,
         examples=["Qwen3-8B-Q6_K.gguf"],
     )

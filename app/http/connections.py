@@ -246,7 +246,7 @@ class ConnectionGuard:
 
     def _refuse(self, connection: Guarded, error: ApiError) -> ApiError:
         self._refusing += 1
-        if self._refusing > self.limits.refusals:  # a connection that is sent its refusal holds a descriptor
+        if self._refusing > self.limits.refusals:  # each of them holds a descriptor until its refusal is sent
             connection.abort()
         return error
 

@@ -141,7 +141,7 @@ class Certificate:
         context.set_alpn_protocols(["http/1.1"])
         try:
             for path in (self.certfile, self.keyfile):
-                path.open("rb").close()  # an error of this names the file
+                path.open("rb").close()  # its error names the file, unlike that of the next call
             context.load_cert_chain(self.certfile, self.keyfile, password=lambda: "")  # or else it asks the terminal
         except OSError as error:
             why = error.reason if isinstance(error, ssl.SSLError) else f"{error.filename}: {error.strerror}"

@@ -119,7 +119,7 @@ def run(
     if certificate is not None:
         config.certfile, config.keyfile = str(certificate.certfile), str(certificate.keyfile)
         config.create_ssl_context = certificate.listening_context  # type: ignore[method-assign]
-        config.ssl_handshake_timeout = settings.body_timeout  # no connection counts before its handshake
+        config.ssl_handshake_timeout = settings.body_timeout  # before its handshake a connection is not counted
     trigger = shutdown_trigger or _signalled
     asgi = cast(ASGIFramework, app)  # Hypercorn has a type for each message, Starlette has mappings
     if settings.worker_class == "trio":

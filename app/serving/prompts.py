@@ -218,7 +218,7 @@ class PromptEncoder:
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of a prompt, with its special tokens. Unknown ids have no text."""
-        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)  # see _encode
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)  # see `tokenize`
         return text
 
     def token_strings(self, token_ids: list[int]) -> list[str]:

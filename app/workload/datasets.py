@@ -93,7 +93,7 @@ def add_dataset_flags(parser: ArgumentParser) -> None:
     add("--random-input-len", type=int, default=1024, metavar="N", help="Default: 1024.")
     add("--random-output-len", type=int, default=128, metavar="N", help="Default: 128.")
     add("--random-range-ratio", default="0.0", metavar="R",
-        help='Lengths vary from 1 - R to 1 + R times; {"input": R, "output": R} sets them separately.')  # fmt: skip
+        help='Lengths vary by a factor of 1 - R to 1 + R; {"input": R, "output": R} sets them apart.')  # fmt: skip
     add("--random-prefix-len", type=int, default=0, metavar="N", help="Tokens of a prefix that all prompts share.")
     add("--sharegpt-output-len", type=int, metavar="N", help="Tokens of each answer of sharegpt.")
     add("--prefix-repetition-prefix-len", type=int, default=256, metavar="N", help="Default: 256.")

@@ -98,7 +98,7 @@ STEPS_BETWEEN_NEWS = 256  # between two reports of the table to the front end; f
 FIRST_LOOKS = 32  # how many steps at the start are all observed
 DECODES_PER_LOOK = 8  # afterwards one of so many decode-only steps is observed
 STEPS_BETWEEN_CHANGES = 16  # steps after which a table that has changed much is sent to the front end again
-MUCH = 0.2  # the sum of changes, as natural logarithms of factors
+MUCH = 0.2  # so large a sum of changes is much; natural logarithms of factors
 
 
 class StepCosts:

@@ -73,7 +73,7 @@ class AsyncLLM:
         self._observer = observer or Observer()
         self._clock = clock
         self._outputs = OutputProcessor(self.vocabulary, self._observer, clock)
-        self._loaded = anyio.Event()  # or loading has failed
+        self._loaded = anyio.Event()  # set when the model is loaded, or loading has failed
         self._dead = anyio.Event()
 
     @asynccontextmanager

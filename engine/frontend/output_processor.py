@@ -282,7 +282,7 @@ class _Choice:
             if stream.num_unfinished:
                 self.note([RequestEvent(EventKind.FINISHED, timestamp, self.num_output_tokens)])
             stream.was_refused |= output.refusal is not None
-            if stream.finish_reason not in FAILURES:  # one choice that failed is a failed request
+            if stream.finish_reason not in FAILURES:  # a request fails with any of its choices
                 stream.finish_reason = finish_reason
             stream.finished_time = timestamp
             if stream.on_end is not None:

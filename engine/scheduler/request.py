@@ -91,7 +91,7 @@ class Request:
     # Of a model with states (`engine.scheduler.checkpoints`):
     checkpoint: int = NO_CHECKPOINT  # from which it starts or resumes
     branch: int = 0  # number of tokens in cached blocks when it was admitted
-    latest_checkpoint: bytes | None = None  # within its answer; dropped for the next one
+    latest_checkpoint: bytes | None = None  # within its answer; the next one replaces it
     _ends: frozenset[int] = field(init=False)
 
     def __post_init__(self, max_model_len: int) -> None:

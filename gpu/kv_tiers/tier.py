@@ -304,7 +304,7 @@ class KVTier:
                 if store.store(name, buffer):
                     took = time.perf_counter() - began
                     self._count(store.name, stored_bytes=self.payload_bytes, store_seconds=took)
-            # The steps run on several cores, and this thread takes one of them.
+            # Half of this thread's time, because the steps run on several cores and it takes only one of them.
             took = self._copy_seconds + (time.thread_time() - cpu_began) / 2
             self.store_seconds = _average(self.store_seconds, took)
         finally:

@@ -89,7 +89,7 @@ BIAS = (
 )
 
 
-EVERY = 2**31 - 1  # a number of log-probabilities: all of the vocabulary's, of which few may be returned
+EVERY = 2**31 - 1  # instead of a number: those of all tokens are computed, though few may be returned
 
 
 def how_many(asked: int | None) -> int:

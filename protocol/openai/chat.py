@@ -153,7 +153,7 @@ class ConversationFields(RequestFields):
         ]
         | None
     ) = None
-    add_generation_prompt: bool | None = None  # unless the final message is continued
+    add_generation_prompt: bool | None = None  # None: true unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes those that the model wants
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -188,7 +188,7 @@ class BlockReader:
         size = block.step(self._held)
         read, self._held = self._held[:size], self._held[size:]
         if len(self._sink.parts) > num_parts or (was_open and not self._sink.is_open):
-            self._raw = []  # it belongs to a call
+            self._raw = []  # this text belongs to a call
         else:
             self._raw.append(read)
         if block.state is BlockState.MORE:
@@ -207,7 +207,7 @@ class BlockReader:
     def _give_back(self) -> None:
         """Return the block's text that is not part of a call as content."""
         raw, self._raw = "".join(self._raw), []
-        if raw.strip(_BETWEEN_CALLS + (self._opening if len(self._opening) == 1 else "")):  # a special token, not shown
+        if raw.strip(_BETWEEN_CALLS + (self._opening if len(self._opening) == 1 else "")):  # a special token is no text
             self._say(self._padding.hold_back(raw))
 
     def _say(self, text: str) -> None:

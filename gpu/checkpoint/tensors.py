@@ -129,7 +129,7 @@ class _Check:
             if _OF_NEXT.format(layer) in names:
                 self.skipped["multi-token prediction"] += len(names)
             else:
-                self._faults["with no place"] += map(shown, names)
+                self._faults["unknown"] += map(shown, names)
         self._faults["missing"] += self._missing
         faults = [
             f"{len(names)} {kind}: {', '.join(names[:_NAMES_SHOWN])}"

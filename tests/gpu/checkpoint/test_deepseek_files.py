@@ -46,7 +46,7 @@ def test_a_directory_gives_the_logits_of_transformers(tmp_path, caplog, name):
     assert [record.message for record in caplog.records if "2 tensors of multi-token prediction" in record.message]
     assert_gives(files, oracle)
     save_file(load_file(weights_file) | {"model.layers.5.norm.weight": torch.ones(2)}, weights_file)
-    with pytest.raises(ModelError, match=r"1 with no place: 'model.layers.5.norm.weight'"):
+    with pytest.raises(ModelError, match=r"1 unknown: 'model.layers.5.norm.weight'"):
         open_model(str(tmp_path))
 
 

@@ -300,8 +300,8 @@ def wanted_engines(queued_seconds: float, running: float, max_queued_seconds: fl
 
 
 class FleetSize:
-    """The number of engines: raised to the minimum of the numbers wanted in the last `UPSCALE_SECONDS`, lowered to the
-    maximum of those wanted in the last `DOWNSCALE_SECONDS`."""
+    """The number of engines. It rises to the smallest number wanted in the last `UPSCALE_SECONDS`, and falls to the
+    largest number wanted in the last `DOWNSCALE_SECONDS`."""
 
     def __init__(self, least: int, most: int) -> None:
         self.size = self._least = least

@@ -23,7 +23,7 @@ A record is the only place that knows a family. `registry.py` lists the records 
 `declaration`       describes functions where the template does not
 `reasoning`         tags of the reasoning, if the template's source does not show which
 `after_reasoning`, `answer_opening`
-                    text between two messages of an answer, and before its words, where a grammar writes them
+                    text that a grammar puts between two messages of an answer, and before the content
 `efforts`           for each value of `reasoning_effort` that the templates do not know, one that they do
 """
 

@@ -33,8 +33,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.pipeline_depth <= max(2, self.num_stages):
             raise ValueError(f"pipeline_depth must be 1 to {max(2, self.num_stages)}, got {self.pipeline_depth}.")
-        if self.facts.state_bytes and (self.pipeline_depth > 1 or self.num_stages > 1 or self.max_sampled_tokens > 1):
-            raise ValueError("A model with states takes one step in flight, one stage and one token per decode.")
+        if self.facts.state_bytes and (self.num_stages > 1 or self.max_sampled_tokens > 1):
+            raise ValueError("A model with states takes one stage and one token per decode.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

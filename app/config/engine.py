@@ -9,7 +9,6 @@ from typing import Any
 
 from app.config.settings import Settings
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.messages import FACTS_OF_PLANS
 
 # The settings that /server_info shows: no secrets, no paths, no addresses.
@@ -27,9 +26,6 @@ SHOWN_SETTINGS = (
 def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
     """Return the configuration of an engine's core. `more` are fields that come from neither settings nor engine."""
     depth = settings.pipeline_depth or engine.pipeline_depth
-    if engine.facts.state_bytes and depth > 1:
-        allowed = "a model with states (gated delta nets) has one step in flight"
-        raise ConfigError("pipeline_depth", depth, allowed=allowed, hint="pipeline_depth=1 works")
     return EngineConfig(
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,

@@ -121,7 +121,7 @@ class EngineCore:
         kv, profiler, experts = self.scheduler.kv, StepProfiler(executor), ExpertLoad(executor)
         step_costs = StepCosts(config, self.scheduler, executor, clock, learns=learns_costs, keep=keep_costs)
         self._hooks = Hooks(
-            (device, structured, kv.tiers, profiler, experts, kv, step_costs),
+            (device, structured, kv.tiers, profiler, experts, kv, kv.checkpoints, step_costs),
             closing=(step_costs, structured, kv.tiers, device),
         )
         self._handlers: dict[type, Handler] = {

@@ -9,7 +9,7 @@ a place where a copy of the state was kept.
 2. Copies are taken at the last block boundary before the end of a prompt, at every `interval` tokens, where a prompt
    leaves the blocks that others have computed (the next prompt may leave them there, too), and at block boundaries of
    the answer. Of the last kind only the latest is kept, so an ended turn leaves one.
-3. The plan of a step names the copies. They can be found only after the step has succeeded.
+3. The plan of a step names the copies. They can be found only after the step has succeeded (`StepsWithCopies`).
 4. There is memory for `num_slots` copies; the least recently used one is overwritten. A copy may be overwritten by the
    plan in which a request begins from it, because a runner begins requests before it computes.
 5. A step that fails or is abandoned leaves the states of its requests undefined, so all of them are preempted.
@@ -20,19 +20,26 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.messages import CheckpointStats
+from engine.messages import CheckpointStats, EngineCoreOutputs
 from engine.plan import NO_CHECKPOINT
 from engine.scheduler.request import Request
+from engine.scheduler.steps import PlanDraft, StepsInFlight
 
 
 class Checkpoints:
-    """The index of checkpoints. Owned by the KVCacheManager."""
+    """The index of checkpoints. Owned by the KVCacheManager; a participant of the core."""
 
     def __init__(
-        self, num_slots: int, block_size: int, interval: int, block_hash: Callable[[Request, int], bytes]
+        self,
+        num_slots: int,
+        state_bytes: int,
+        block_size: int,
+        interval: int,
+        block_hash: Callable[[Request, int], bytes],
     ) -> None:
         """`interval` is rounded up to whole blocks. `block_hash` names a full block of a request."""
         self.num_slots = num_slots
+        self._state_bytes = state_bytes
         self._num_hits = 0
         self._block_size = block_size
         self._interval = -(-interval // block_size) * block_size
@@ -41,9 +48,10 @@ class Checkpoints:
         self._free = list(range(num_slots))
         self._planned: deque[dict[str, list[tuple[int, int]]]] = deque()  # of every step in flight, oldest first
 
-    def stats(self, state_bytes: int) -> CheckpointStats:
-        """Return the number of checkpoints, and what they have been good for."""
-        return CheckpointStats(len(self._slots), len(self._slots) * state_bytes, self._num_hits)
+    def report(self, events: EngineCoreOutputs, num_steps: int) -> None:
+        """Add the number of checkpoints, and what they have been good for."""
+        count = len(self._slots)
+        events.stats.checkpoints = CheckpointStats(count, count * self._state_bytes, self._num_hits)
 
     def covered(self, request: Request, num_blocks: int) -> int:
         """Return how many of the first `num_blocks` blocks, which are cached, lie before the last checkpoint."""
@@ -59,12 +67,16 @@ class Checkpoints:
         self._slots.move_to_end(name)
         return self._slots[name]
 
-    def plan(self, requests: Mapping[str, Request], num_tokens: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-        """Choose the copies of a step that computes so many tokens of each request: positions and slots."""
+    def plan(
+        self, requests: Mapping[str, Request], num_tokens: Mapping[str, int], in_flight: Mapping[str, int]
+    ) -> dict[str, list[tuple[int, int]]]:
+        """Choose the copies of a step that computes so many tokens of each request, after those in flight: positions
+        and slots."""
         planned: dict[str, list[tuple[int, int]]] = {}
         for request_id, count in num_tokens.items() if self.num_slots else ():
             request = requests[request_id]
-            places = self._places(request, request.num_computed_tokens, request.num_computed_tokens + count)
+            start = request.num_computed_tokens + in_flight.get(request_id, 0)
+            places = self._places(request, start, start + count)
             copies = [(place, slot) for place in places if (slot := self._slot_for(request, place)) is not None]
             if copies:
                 planned[request_id] = copies
@@ -84,8 +96,8 @@ class Checkpoints:
 
     def _slot_for(self, request: Request, place: int) -> int | None:
         """Return the slot for a copy; None if there is one already, or every slot is planned for another copy."""
-        name = self._block_hash(request, place // self._block_size - 1)
-        if name in self._slots:
+        is_known = place <= request.num_tokens  # its latest token may be in flight
+        if is_known and (name := self._block_hash(request, place // self._block_size - 1)) in self._slots:
             self._slots.move_to_end(name)
             return None
         if request.latest_checkpoint is not None and place > request.num_prompt_tokens:
@@ -118,9 +130,9 @@ class Checkpoints:
         """Forget the latest plan, which has no requests."""
         self._planned.pop()
 
-    def withdraw(self, request: Request, num_blocks: int) -> None:
-        """Remove the checkpoints in the request's first blocks."""
-        for index in range(num_blocks):
+    def withdraw(self, request: Request) -> None:
+        """Remove the checkpoints of the request's tokens."""
+        for index in range(request.num_tokens // self._block_size):
             self._drop(self._block_hash(request, index))
 
     def reset(self) -> None:
@@ -137,3 +149,28 @@ class Checkpoints:
         planned = [slot for step in self._planned for copies in step.values() for _, slot in copies]
         if sorted([*self._free, *self._slots.values(), *planned]) != list(range(self.num_slots)):
             raise AssertionError("the checkpoints that are free, kept and planned are not all there are, each once")
+
+
+class StepsWithCopies(StepsInFlight):
+    """Steps in flight that make copies. The copies of a step are published when it ends, for its valid requests."""
+
+    def __init__(self, checkpoints: Checkpoints, requests: Mapping[str, Request]) -> None:
+        super().__init__()
+        self._checkpoints, self._requests = checkpoints, requests
+
+    def begin(self, plan: PlanDraft) -> None:
+        plan.checkpoints = self._checkpoints.plan(self._requests, plan.num_tokens, self.latest.num_tokens)
+        super().begin(plan)
+
+    def end(self) -> dict[str, int]:
+        valid = super().end()
+        self._checkpoints.keep(self._requests, valid)
+        return valid
+
+    def fail(self) -> dict[str, int]:
+        self._checkpoints.void()
+        return super().end()
+
+    def retract(self) -> None:
+        self._checkpoints.retract()
+        super().retract()

@@ -66,7 +66,8 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.checkpoints: Checkpoints | None = None
         if facts.state_bytes and enable_prefix_caching:
-            self.checkpoints = Checkpoints(facts.num_checkpoints, block_size, checkpoint_interval, self.block_hash)
+            sizes = (facts.num_checkpoints, facts.state_bytes, block_size, checkpoint_interval)
+            self.checkpoints = Checkpoints(*sizes, self.block_hash)
         self.enable_prefix_caching = enable_prefix_caching
         self.facts = facts
         self.events: KVEventLog | None = None  # None unless a router has asked for events
@@ -152,8 +153,7 @@ class KVCacheManager:
     def up_to_checkpoint(self, request: Request, prefix: list[int]) -> list[int]:
         """Return the part of a cached prefix from which the request can begin: in a model with states, up to the last
         checkpoint."""
-        if self.checkpoints is None:
-            return prefix
+        assert self.checkpoints is not None
         num_places = self.checkpoints.covered(request, len(prefix) // self.num_groups)
         return prefix[: num_places * self.num_groups]
 
@@ -241,7 +241,7 @@ class KVCacheManager:
                 found = [self.pool.find(content + mark) for mark in self.marks]
                 self.pool.withdraw(block_id for block_id in found if block_id is not None)
         if self.checkpoints is not None:
-            self.checkpoints.withdraw(request, request.num_committed_blocks)
+            self.checkpoints.withdraw(request)
         if self.tiers is not None:
             self.tiers.withdraw(request)
 

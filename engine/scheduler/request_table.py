@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from engine.messages import EventKind
 from engine.plan import owned
+from engine.scheduler.checkpoints import StepsWithCopies
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.steps import StepsInFlight
@@ -30,7 +31,7 @@ class RequestTable:
         self.running: dict[str, Request] = {}
         self.shares = TenantShares()
         self.waiting = WaitingQueue(self.shares)
-        self.in_flight = StepsInFlight()
+        self.in_flight = StepsInFlight() if kv.checkpoints is None else StepsWithCopies(kv.checkpoints, self.requests)
         self.removed: list[str] = []
         # Requests that lost their running slot or ended, and why, until `take_left`.
         self.left: list[tuple[str, str]] = []

@@ -177,10 +177,7 @@ class Scheduler:
         self._step += 1
         self._in_flight.begin(plan)
         removed, self._table.removed = self._table.removed, []
-        output = plan.as_plan(self._step, removed)
-        if self.kv.checkpoints is not None:
-            output.checkpoints = self.kv.checkpoints.plan(self.requests, plan.num_tokens)
-        return output
+        return plan.as_plan(self._step, removed)
 
     def _plan_decodes(self, plan: PlanDraft) -> list[tuple[Request, int]]:
         """Plan the running requests that are one token behind. Returns those that are further behind, and by how many
@@ -285,8 +282,6 @@ class Scheduler:
         """Drop the latest plan, which has no requests and was not submitted."""
         self._step -= 1
         self._in_flight.retract()
-        if self.kv.checkpoints is not None:
-            self.kv.checkpoints.retract()
         self._table.removed = plan.removed_request_ids + self._table.removed
 
     def _extend(self, plan: PlanDraft, request: Request, end: int) -> bool:
@@ -309,10 +304,7 @@ class Scheduler:
         unknown how much of the plans' diffs the runner applied. Removing a row twice is harmless, so all removals are
         sent again.
         """
-        steps = [self._in_flight.end() for _ in plans]
-        if self.kv.checkpoints is not None:
-            for _ in plans:
-                self.kv.checkpoints.void()
+        steps = [self._in_flight.fail() for _ in plans]
         reach = {}
         for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True):
             request = self.requests.get(request_id)
@@ -333,9 +325,7 @@ class Scheduler:
         None of its requests has advanced, so later plans for them are void: if the requests went on after all, they
         would have to be preempted. All requests of a model with states are preempted, since their states are undefined.
         """
-        if self.kv.checkpoints is not None:
-            self.kv.checkpoints.void()
-        for request_id in self._in_flight.end():
+        for request_id in self._in_flight.fail():
             if request_id in self._in_flight or self.kv.facts.state_bytes:
                 self._table.put_back(self.running[request_id], now)
 
@@ -417,8 +407,6 @@ class Scheduler:
                 ended.append(request)
         for tenant, num_tokens in num_sampled_of.items():
             self.shares.charge(tenant, num_tokens * OUTPUT_TOKEN_COST)
-        if self.kv.checkpoints is not None:
-            self.kv.checkpoints.keep(self.requests, valid)
         for request in ended:
             self._table.remove(request)
         return gained + self.take_ended() if self._ended else gained
@@ -476,8 +464,6 @@ class Scheduler:
             prefix_cache_queries=self._table.prefix_cache_queries,
             prefix_cache_hits=self._table.prefix_cache_hits,
         )
-        if self.kv.checkpoints is not None:
-            stats.checkpoints = self.kv.checkpoints.stats(self.config.facts.state_bytes)
         self._prompt_tokens = self._computed_tokens = self._table.num_preemptions = 0
         self._table.prefix_cache_queries = self._table.prefix_cache_hits = 0
         return stats

@@ -26,6 +26,7 @@ class PlanDraft:
         self.prefills: dict[str, int] = {}
         self.new_block_ids: dict[str, list[int]] = {}
         self.new_requests: list[NewRequestData] = []
+        self.checkpoints: dict[str, list[tuple[int, int]]] = {}  # copies of states, as in the plan
         self.ran_out_of_blocks = False  # no waiting request should start
         # Returns how many prefill tokens, from the given position, fit into a step with these decodes. Called only for
         # the first prefill token, because most steps have none.
@@ -69,6 +70,7 @@ class PlanDraft:
             num_scheduled_tokens=num_tokens,
             num_sampled_tokens=num_sampled,
             total_num_scheduled_tokens=sum(num_tokens),
+            checkpoints=self.checkpoints,
         )
 
 
@@ -137,6 +139,10 @@ class StepsInFlight:
     def end(self) -> dict[str, int]:
         """Remove the oldest step. Returns the tokens that it computed for each request that was not voided."""
         return self._steps.popleft().num_tokens
+
+    def fail(self) -> dict[str, int]:
+        """Remove the oldest step, which has failed or was abandoned. Returns what `end` does."""
+        return self.end()
 
     def retract(self) -> None:
         """Remove the latest step, which is not submitted."""

@@ -82,7 +82,7 @@ class CheckedExecutor(SimulatedExecutor):
         self._apply(plan)
         self._check(plan, outdated)
         if self._states is not None:
-            return self._run_with_states(plan, self._states)
+            return self._run_with_states(plan, self._states, outdated)
         self._pause(plan)
         return self._run(plan)
 
@@ -92,8 +92,10 @@ class CheckedExecutor(SimulatedExecutor):
         if self.step_seconds:
             time.sleep(self.step_seconds)
 
-    def _run_with_states(self, plan: SchedulerOutput, states: dict[str, int | None]) -> ModelRunnerOutput:
-        """A step that fails leaves nothing of the states that it was about to change."""
+    def _run_with_states(
+        self, plan: SchedulerOutput, states: dict[str, int | None], outdated: Collection[str]
+    ) -> ModelRunnerOutput:
+        """A step that fails leaves nothing of the states that it was about to change, and the `outdated` have none."""
         for new in plan.new_requests:
             if new.num_computed_tokens == 0:
                 _require(new.checkpoint == NO_CHECKPOINT, f"{new.request_id} begins with the state of another")
@@ -104,7 +106,8 @@ class CheckedExecutor(SimulatedExecutor):
         starts = {request_id: self._rows[request_id].num_computed_tokens for request_id in plan.request_ids}
         for request_id, start in starts.items():
             right = self._rows[request_id].digests[start - 1] if start else _BEGIN
-            _require(states[request_id] == right, f"{request_id} goes on from a wrong state at {start}")
+            is_right = states[request_id] == right or request_id in outdated
+            _require(is_right, f"{request_id} goes on from a wrong state at {start}")
         copies = plan.checkpoints
         slots = [slot for each in copies.values() for _, slot in each]
         _require(len(set(slots)) == len(slots), "two copies of states go to one checkpoint")
@@ -115,6 +118,8 @@ class CheckedExecutor(SimulatedExecutor):
         self._pause(plan)
         output = self._run(plan)
         for request_id, start in starts.items():
+            if request_id in outdated:
+                continue
             row = self._rows[request_id]
             states[request_id] = row.digests[row.num_computed_tokens - 1]
             for place, slot in copies.get(request_id, ()):

@@ -81,12 +81,12 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
         `blocks_per_chunk` is of the tier beside the cache; None is no tier. `num_checkpoints` are of a model with
-        states, which has none of the other things; None is a model without.
+        states, which may be planned one step ahead and has none of the other things; None is a model without.
 
         One that may sample several tokens gives any number of them, also none.
         """
         if num_checkpoints is not None:
-            fast, max_sampled_tokens, windows, blocks_per_chunk = None, 1, (None,), None
+            max_sampled_tokens, windows, blocks_per_chunk, num_stages = 1, (None,), None, 1
         budget, depth = max_num_seqs + spare_budget, 1 if fast is None else max(2, num_stages)
         num_stages = 1 if fast is None else num_stages
         # One request may need almost the whole pool, so several together must be preempted.

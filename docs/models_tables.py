@@ -47,7 +47,8 @@ class ByHand(str):
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096, "qk_rope_head_dim": 16}
 MODEL_SIZES: dict[str, dict[str, Any]] = {  # by family, where SIZES and the smallest allowed numbers make no model
-    "GraniteMoeHybridForCausalLM": {"layer_types": ["full_attention"] * 4},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["full_attention"] * 4, "num_local_experts": 0},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
 }
 
 

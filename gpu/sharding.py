@@ -40,10 +40,9 @@ def sharded(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) ->
     With `gathers`, every matrix is column parallel. Raises ConfigError if the model has too few parts for the ranks."""
     if layout.world_size == 1:
         return spec
-    if spec.state_bytes:
-        setting = "tensor_parallel_size" if layout.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        allowed = "a model with states (gated delta nets) runs on one rank"
-        raise ConfigError(setting, getattr(layout, setting), allowed=allowed, hint=f"{setting}=1 works")
+    if spec.state_bytes and layout.pipeline_parallel_size > 1:
+        setting, allowed = "pipeline_parallel_size", "a model with states has one stage"
+        raise ConfigError(setting, layout.pipeline_parallel_size, allowed=allowed, hint=f"{setting}=1 works")
     cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
     first, last = stages(spec, layout.pipeline_parallel_size)[layout.pp_rank]
     has_embedding = layout.is_first_stage or (layout.is_last_stage and spec.head is None)
@@ -131,13 +130,12 @@ class _Cutter:
     whole_experts: bool
 
     def layer(self, layer: architecture.LayerSpec) -> architecture.LayerSpec:
-        kind = type(layer.feed_forward)
-        if kind not in FEED_FORWARD:
-            allowed = f"{kind.__name__} layers do not support tensor parallelism"
-            raise ConfigError("tensor_parallel_size", self.size, allowed=allowed, hint="1 works")
-        return replace(
-            layer, attention=self.attention(layer.attention), feed_forward=FEED_FORWARD[kind](self, layer.feed_forward)
-        )
+        attention, network = layer.attention, layer.feed_forward
+        if missing := {type(attention), type(network)} - CUTS.keys():
+            allowed = f"{missing.pop().__name__.removesuffix('Spec')} layers do not support tensor parallelism"
+            raise ConfigError("tensor_parallel_size", self.size, allowed=allowed, hint="tensor_parallel_size=1 works")
+        attention, network = CUTS[type(attention)](self, attention), CUTS[type(network)](self, network)
+        return replace(layer, attention=attention, feed_forward=network)
 
     def attention(self, spec: architecture.AttentionSpec) -> architecture.AttentionSpec:
         if spec.norm_together and self.size > 1:
@@ -162,6 +160,33 @@ class _Cutter:
             ),
             out=self.after(spec.out, _rows(spec.out.shape[1] // spec.heads.query, queries)),
             sinks=spec.sinks and outputs(spec.sinks, queries),
+        )
+
+    def delta_net(self, spec: architecture.GatedDeltaSpec) -> architecture.GatedDeltaSpec:
+        """Spread key heads, with their value heads. Each matrix and vector has equally many rows for each."""
+        if self.size > spec.key_heads:
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed=f"it must not exceed the {spec.key_heads} key heads of a gated delta net",
+                hint=f"tensor_parallel_size={spec.key_heads} works",
+            )
+        first, last = share(spec.key_heads, self.size, self.rank)
+
+        def own(part: architecture.Part) -> architecture.Part:
+            rows = part.shape[0] // spec.key_heads
+            return outputs(part, (first * rows, last * rows))
+
+        columns = spec.out.shape[1] // spec.key_heads
+        return replace(
+            spec,
+            key_heads=last - first,
+            value_heads=spec.value_heads // spec.key_heads * (last - first),
+            projections=tuple(map(own, spec.projections)),
+            conv=tuple(map(own, spec.conv)),
+            dt_bias=own(spec.dt_bias),
+            a_log=own(spec.a_log),
+            out=self.after(spec.out, (first * columns, last * columns)),
         )
 
     def heads(self, query: int, kv: int) -> tuple[Range, Range]:
@@ -222,8 +247,12 @@ class _Cutter:
         return features(size, self.size, self.rank, unit)
 
 
-# The cutter's method for each kind of feed-forward network.
-FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
+# The cutter's method for each kind of attention and of feed-forward network.
+CUTS: dict[type, Callable[[_Cutter, Any], Any]] = {
+    architecture.AttentionSpec: _Cutter.attention,
+    architecture.GatedAttentionSpec: _Cutter.attention,
+    architecture.LatentAttentionSpec: _Cutter.attention,
+    architecture.GatedDeltaSpec: _Cutter.delta_net,
     architecture.SwiGLUSpec: _Cutter.gated,
     architecture.GeGLUSpec: _Cutter.gated,
     architecture.MoESpec: _Cutter.experts,

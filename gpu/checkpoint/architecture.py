@@ -8,6 +8,7 @@ dispatches on the class, and refuses classes that it does not support.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,38 +156,88 @@ class LatentAttentionSpec(AttentionSpec):
     interleaved: bool  # the two numbers of a rotating pair are adjacent, else half of the rotating numbers apart
 
 
-@dataclass(frozen=True)
-class GatedDeltaSpec:
-    """A gated delta net (Yang et al., arXiv:2412.06464): linear attention with a state instead of keys and values.
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """A layer with a state for each request instead of keys and values: each channel passes a causal convolution over
+    its latest tokens. A state is float32 and starts as zero: a `memory`, then the latest inputs of the convolution."""
 
-    Each value head has a state S [key dim, value dim], which starts as zero. For a token with query q, key k and value
-    v: S = exp(g) S; S += k (beta (v - S^T k))^T; the output is S^T q. Queries, keys and values have passed a causal
-    convolution over the last `conv.shape[2]` tokens and silu. Consecutive value heads share a key head.
+    projections: tuple[Part, ...]
+    conv: tuple[Part, ...]  # each [channels, 1, tokens]
+    out: Part
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """The shape of the state besides the inputs of the convolution."""
+        return (0,)
+
+    @property
+    def vectors(self) -> tuple[Part, ...]:
+        """The float32 vectors of the layer."""
+        return ()
+
+    @property
+    def state_size(self) -> int:
+        """The number of float32 values in a request's state."""
+        return math.prod(self.memory) + sum(part.shape[0] * (part.shape[2] - 1) for part in self.conv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(StateSpec):
+    """The layer out(c * conv(b * x)) of LFM2. Its projection has b, c and x."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec(StateSpec):
+    """A gated delta net (Yang et al., arXiv:2412.06464): linear attention.
+
+    Each value head has a memory S [key dim, value dim]. For a token with query q, key k and value v: S = exp(g) S;
+    S += k (beta (v - S^T k))^T; the output is S^T q. Queries, keys and values have passed the convolution and silu.
+    Consecutive value heads share a key head.
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    projections: tuple[Part, ...]  # for queries, keys, values, output gates z, b and a: see `by_key_head`
-    conv: Part  # [channels of queries, keys and values, 1, tokens]
-    dt_bias: Part  # float32 [value heads], as is `a_log`
+    dt_bias: Part  # [value heads], as is `a_log`
     a_log: Part
     norm: RMSNormSpec  # applied to each value head, before the output gate
-    out: Part
-    # True: two projections, (q, k, v, z) and (b, a), with rows grouped by key head. False: four projections, (q, k, v),
-    # z, b and a.
+    # True: two projections, (q, k, v, z) and (b, a), with rows grouped by key head. False: q, k, v, the output gate z,
+    # b and a.
     by_key_head: bool
 
     @property
-    def conv_dim(self) -> int:
-        """The channels of queries, keys and values."""
-        return self.conv.shape[0]
+    def memory(self) -> tuple[int, ...]:
+        return (self.value_heads, self.key_dim, self.value_dim)
 
     @property
-    def state_size(self) -> int:
-        """The number of float32 values in a request's state: each head's S, and latest inputs of the convolution."""
-        return self.value_heads * self.key_dim * self.value_dim + self.conv_dim * (self.conv.shape[2] - 1)
+    def vectors(self) -> tuple[Part, ...]:
+        return (self.dt_bias, self.a_log, self.norm.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(StateSpec):
+    """Mamba 2 (Dao and Gu, arXiv:2405.21060). Each head has a memory S [state dim, head dim]. For a token with x, B, C
+    and step t: S = exp(-exp(a_log) t) S + B (t x)^T; the output is S^T C + d x. One projection has the output gate z,
+    then x, B and C, which pass the convolution and silu, then t. Consecutive heads share a B and a C.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share a B and a C
+    state_dim: int
+    dt_bias: Part  # [heads], as are `a_log` and `d`
+    a_log: Part
+    d: Part
+    norm: RMSNormSpec  # applied to each group, after the output gate
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return (self.heads, self.state_dim, self.head_dim)
+
+    @property
+    def vectors(self) -> tuple[Part, ...]:
+        return (self.dt_bias, self.a_log, self.d, self.norm.weight)
 
 
 @dataclass(frozen=True)
@@ -249,7 +300,7 @@ class LayerSpec:
     the residual stream. Kinds of networks form a union here, so that mypy finds code that misses a kind."""
 
     attention_norm: RMSNormSpec | None
-    attention: Any  # an AttentionSpec, or a GatedDeltaSpec in layers with a state
+    attention: Any  # an AttentionSpec, or a StateSpec
     feed_forward_norm: RMSNormSpec | None
     feed_forward: SwiGLUSpec | GeGLUSpec | MoESpec
     attention_post_norm: RMSNormSpec | None = None
@@ -272,14 +323,14 @@ class DecoderSpec:
     first_layer: int = 0  # the index of `layers[0]` in the model
 
     @property
-    def delta_layers(self) -> tuple[GatedDeltaSpec, ...]:
+    def state_layers(self) -> tuple[StateSpec, ...]:
         """The layers that have a state instead of keys and values."""
-        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, GatedDeltaSpec))
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, StateSpec))
 
     @property
     def state_bytes(self) -> int:
         """The bytes of a request's states over all layers; 0 if no layer has a state."""
-        return sum(4 * layer.state_size for layer in self.delta_layers)
+        return sum(4 * layer.state_size for layer in self.state_layers)
 
 
 def records_of(spec: object) -> Iterator[Any]:
@@ -401,11 +452,12 @@ class Architecture:
     quantizations: frozenset[str] = frozenset()  # supported values of `quant_method` in config.json, besides none
     yarn_truncate: bool = True  # `RopeScaling.truncate` for GGUF files, which do not have it
     aliases: Mapping[str, str] = field(default_factory=dict)  # this project's keys -> config.json's names
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict  # config.json with keys as other families name them
     partial_rotary: bool = False  # only a part of each head may rotate
     rope_types: Mapping[str, str] = field(default_factory=dict)  # other names of scalings in config.json
     query_scaling: bool = False  # queries grow with their positions: `RopeScaling.query_beta`
     no_rope_interval: int = 0  # by default, every n-th layer has no positions; 0: all have
-    linear_layers: bool = False  # all layers but every `full_attention_interval`-th have a state (`GatedDeltaSpec`)
+    state_layers: str = ""  # how config.json calls layers with a state (`StateSpec`); "": there are none
     full_layers: int = 0  # by default, every n-th layer has no window; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()

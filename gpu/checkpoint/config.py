@@ -90,7 +90,7 @@ class ModelConfig:
         return None if is_full else self.sliding_window
 
     def has_keys(self, layer: int) -> bool:
-        """Return True if this layer keeps keys and values; others have a state (`GatedDeltaSpec`)."""
+        """Return True if this layer keeps keys and values; others have a state (`StateSpec`)."""
         return not self.layer_types or self.layer_types[layer] != "linear_attention"
 
     @staticmethod

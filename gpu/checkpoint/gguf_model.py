@@ -29,10 +29,11 @@ from gpu.checkpoint.config import (
 from gpu.checkpoint.embedder import embedder_of_gguf
 from gpu.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
+from gpu.checkpoint.families.hybrid import GRANITE_4
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
-from gpu.checkpoint.hf_config import FULL, SLIDING, check_config, linear_or_yarn, longrope
+from gpu.checkpoint.hf_config import FULL, LINEAR, SLIDING, check_config, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_rows import QuantizedRows
 from gpu.checkpoint.tensors import check_shapes, reordered, rows_of, sliced
@@ -78,6 +79,9 @@ def read_tensors(
         shape = _shape(tensor, part)
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype).reshape(shape)
         weight = sliced(whole, ranges[name])
+        if part is not None and part.gguf.endswith(_DECAYS):
+            assert not isinstance(weight, QuantizedRows)
+            weight = np.log(-weight)
         yield name, weight if part is None else reordered(weight, part.gguf_order)
 
 
@@ -103,7 +107,9 @@ def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
         return tensor.shape[1:]
     if _is_fused(part):
         return part.shape[:1] + tensor.shape[1:]
-    return part.shape if part.shape == (1, *tensor.shape) else tensor.shape  # a single row may be a vector
+    # Converters add and leave out dimensions of 1.
+    are_same = [size for size in part.shape if size > 1] == [size for size in tensor.shape if size > 1]
+    return part.shape if are_same else tensor.shape
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, Part | None]]:
@@ -121,6 +127,8 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
                 fits = keys.shape[:2] == (tensor.shape[0], tensor.shape[2])
                 yield whole[0].weight_name, replace(tensor, shape=shape if fits else tensor.shape), whole[0]
             continue
+        if name in parts:  # a vector without a suffix, or a bias without a matrix
+            stem, kind = name, "weight"
         found = parts.get(stem, [])
         several = len(found) if found and found[0].expert is not None else rows_of(found) if len(found) > 1 else None
         if found and several in (None, tensor.shape[0]):
@@ -136,6 +144,7 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
 
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 
+_DECAYS = ".ssm_a"  # stored as -exp(A_log)
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _ROPE_DIVISORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -169,10 +178,16 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         key = f"{architecture}.{field.gguf}"
         if key not in file.metadata:  # as files of DeepSeek were before their keys and values were apart
             key = key.removesuffix("_mla")
-        return file.metadata.get(key), f"metadata {key}"
+        value = file.metadata.get(key)
+        if key == kv_heads and isinstance(value, list):  # by layer: those with a state have none
+            value = max(value, default=0)
+        return value, f"metadata {key}"
 
+    kv_heads = f"{architecture}.{FIELDS['num_key_value_heads'].gguf}"
     numbers = Numbers(find, source=file.path.name, own=family.numbers)
-    sizes = numbers.sizes()
+    sizes, own = numbers.sizes(), numbers.own()
+    if family is GRANITE_4:
+        _complete_granite_4(file, sizes, own)
     head_dim, num_layers = sizes["head_dim"], sizes["num_hidden_layers"]
     rotary_dim = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
     for key, size in (("attention.value_length", None), ("rope.dimension_count", rotary_dim)):
@@ -185,8 +200,11 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             )
 
     rope_theta = numbers.number("rope_theta", 10000.0)
-    has_rope = family is not GRANITE or file.get(f"{architecture}.rope.scaling.finetuned", bool, True)
+    has_rope = family not in (GRANITE, GRANITE_4) or file.get(f"{architecture}.rope.scaling.finetuned", bool, True)
     has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
+    kinds: tuple[str, ...] = _state_layers(file, kv_heads, num_layers) if family.state_layers else ()
+    if has_window and family.full_layers:
+        kinds = _layer_types(file, numbers, num_layers, family)
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
         **sizes,
@@ -204,14 +222,35 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
-        layer_types=_layer_types(file, numbers, num_layers, family) if has_window and family.full_layers else (),
+        layer_types=kinds,
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
-        numbers=numbers.own(),
+        numbers=own,
     )
     config = family.complete(config, {}, file.path.name)
     check_config(config, source=file.path.name)
     return config
+
+
+def _complete_granite_4(file: GGUFFile, sizes: dict[str, Any], own: dict[str, int | float]) -> None:
+    """Read what Granite 4's files have in another form: sizes of its networks and of Mamba's heads."""
+    architecture, field = file.require("general.architecture", str), FIELDS["intermediate_size"]
+    keys = (f"{architecture}.expert_shared_feed_forward_length", f"{architecture}.ssm.inner_size")
+    shared, inner = (
+        check_field(field, file.metadata.get(key), key=f"metadata {key}", source=file.path.name) for key in keys
+    )
+    sizes["intermediate_size"], own["mamba_expand"] = shared, inner // sizes["hidden_size"]
+    own["num_experts"] = file.get(f"{architecture}.expert_count", int, 0)
+
+
+def _state_layers(file: GGUFFile, key: str, num_layers: int) -> tuple[str, ...]:
+    """Return which layers have keys and values: those with KV heads."""
+    counts = file.metadata.get(key)
+    if not isinstance(counts, list):
+        return ()
+    if len(counts) != num_layers:
+        raise ModelError(f"{file.path.name}: {key} must have a number for {num_layers} layers, got {shown(counts)}.")
+    return tuple(FULL if count else LINEAR for count in counts)
 
 
 def _layer_types(file: GGUFFile, numbers: Numbers, num_layers: int, family: Architecture) -> tuple[str, ...]:

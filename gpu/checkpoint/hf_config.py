@@ -39,7 +39,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
     """
     family = _family(values, source)
-    values = one_spelling(values, family, source)
+    values = family.prepare(one_spelling(values, family, source))
     for name, other in family.aliases.items():
         values = {key: value for key, value in values.items() if key != name}
         values |= {name: values[other]} if other in values else {}
@@ -128,6 +128,13 @@ def check_config(config: ModelConfig, *, source: str) -> None:
             f"{source}: linear_num_value_heads ({numbers['linear_num_value_heads']}) must be a multiple of "
             f"linear_num_key_heads ({numbers['linear_num_key_heads']})."
         )
+    inner, heads = numbers.get("mamba_expand", 0) * config.hidden_size, numbers.get("mamba_n_heads", 1)
+    groups, size = numbers.get("mamba_n_groups", 1), numbers.get("mamba_d_head", 0)
+    if inner % heads or heads % groups or size not in (0, inner // heads):
+        raise ModelError(
+            f"{source}: mamba_n_heads ({heads}) times mamba_d_head must be mamba_expand times hidden_size ({inner}), "
+            f"and mamba_n_heads a multiple of mamba_n_groups ({groups})."
+        )
     rotary = int(config.head_dim * numbers.get("partial_rotary_factor", 1.0))
     if rotary % 2 or not rotary:
         raise ModelError(
@@ -135,7 +142,7 @@ def check_config(config: ModelConfig, *, source: str) -> None:
             f"{rotary}."
         )
     per_token = numbers.get("num_experts_per_tok", 0)
-    if per_token > config.num_experts:
+    if config.num_experts and per_token > config.num_experts:
         raise ModelError(
             f"{source}: num_experts_per_tok ({per_token}) must not be above the number of experts, "
             f"{config.num_experts}."
@@ -325,8 +332,8 @@ def _windows(
     with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, SmolLM3's if they have no
     positions, and other families have it in all layers.
     """
-    if family.linear_layers:
-        return None, _linear_layers(values, fields, num_layers, source)
+    if family.state_layers:
+        return None, _state_layers(values, fields, num_layers, family.state_layers, source)
     keys = family.window_keys
     is_on = "use_sliding_window" not in keys or fields.flag("use_sliding_window", False)
     has_window = is_on and "sliding_window" in keys and fields.value("sliding_window") is not None
@@ -341,10 +348,7 @@ def _windows(
         if family.no_rope_interval:
             usual = [kind if index in without_rope else FULL for index, kind in enumerate(usual)]
     named = values.get("layer_types")
-    named = family.defaults.get("layer_types") if named is None else named
     kinds = usual if named is None or (named == [] and "layer_types" not in keys) else named
-    if isinstance(kinds, list) and "attention" in kinds:  # as Granite 4 names them
-        kinds = [FULL if kind == "attention" else kind for kind in kinds]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
         raise ModelError(
             f"{source}: layer_types in config.json must name {FULL} or {SLIDING} for each of the {num_layers} "
@@ -363,17 +367,24 @@ def _windows(
     return window, tuple(kinds) if FULL in kinds else ()
 
 
-def _linear_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> tuple[str, ...]:
-    """Return `layer_types`, or the usual ones: every `full_attention_interval`-th layer has keys and values."""
-    every = fields.integer("full_attention_interval", 4)
-    usual = [LINEAR if (index + 1) % every else FULL for index in range(num_layers)]
-    kinds = usual if values.get("layer_types") is None else values["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL} <= {*map(str, kinds)} <= {FULL, LINEAR}:
+def _state_layers(
+    values: Mapping[str, Any], fields: _Fields, num_layers: int, name: str, source: str
+) -> tuple[str, ...]:
+    """Return `layer_types`, with `LINEAR` for `name`; (): all layers have keys and values. Without `layer_types`, the
+    layers of LFM2's `full_attn_idxs` have them, in other families every `full_attention_interval`-th."""
+    every, kinds, full = fields.integer("full_attention_interval", 4), values.get("layer_types"), [*range(num_layers)]
+    if kinds is None:
+        given = values.get("full_attn_idxs") if name == "conv" else full[every - 1 :: every]
+        full = full if given is None else given
+        kinds = [FULL if isinstance(full, list) and index in full else name for index in range(num_layers)]
+    if isinstance(kinds, list):  # Granite 4's names, which transformers reads in all families
+        kinds = [{"mamba": LINEAR, "attention": FULL}.get(str(kind), kind) for kind in kinds]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL} <= {*map(str, kinds)} <= {FULL, name}:
         raise ModelError(
-            f"{source}: layer_types in config.json must name {FULL} or {LINEAR} for each of the {num_layers} layers, "
+            f"{source}: layer_types in config.json must name {FULL} or {name} for each of the {num_layers} layers, "
             f"and {FULL} for at least one, got {shown(kinds)}."
         )
-    return tuple(kinds)
+    return tuple(LINEAR if kind == name else FULL for kind in kinds) if name in kinds else ()
 
 
 def _dtype(values: Mapping[str, Any], source: str) -> str:
@@ -406,7 +417,7 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
     text = mapping(values, "text_config", source)
     # A wrapper ties by default, whatever its text part would do: transformers#43429.
     merged = {**({"tie_word_embeddings": True} if text else {}), **values, **text}
-    if text and family.linear_layers:  # Qwen3.5's wrapper does not, and ignores its text part's value
+    if text and family.state_layers:  # Qwen3.5's wrapper does not, and ignores its text part's value
         merged["tie_word_embeddings"] = values.get("tie_word_embeddings", False)
     for name, other in (("num_experts", "num_local_experts"), ("dtype", "torch_dtype")):
         value = _agreed({name: merged.get(name), other: merged.get(other)}, source)

@@ -197,7 +197,7 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
             if stem + _BLOCKS in waiting and stem + _SCALES in waiting:
                 blocks, scales = waiting.pop(stem + _BLOCKS), waiting.pop(stem + _SCALES)
                 yield from _rows(stem, stacks[stem], blocks, scales)
-        elif name in stacks and array.ndim == 2 and len(array) == rows_of(stacks[name]):
+        elif name in stacks and stacks[name][0].expert is None and len(array) == rows_of(stacks[name]):
             for part in stacks[name]:
                 yield part.weight_name, array[part.rows]
         elif name in stacks and array.ndim == 3:

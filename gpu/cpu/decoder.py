@@ -159,7 +159,10 @@ class CPUCausalLM:
                 for network in (mixture.experts[0], mixture.shared)
                 if network is not None
             )
-            and not any(mixture.shared and isinstance(mixture.experts[0], ClampedSwiGLUSpec) for mixture in mixtures)
+            and not any(
+                mixture.shared and (mixture.shared_gate is None or isinstance(mixture.experts[0], ClampedSwiGLUSpec))
+                for mixture in mixtures
+            )
             and len({type(layer.feed_forward) for layer in spec.layers} - {MoESpec}) <= 1
             and not (mixtures and any(layer.feed_forward_post_norm for layer in spec.layers))
             and len({(record.query, record.kv, record.dim) for record in records if type(record) is Heads}) == 1

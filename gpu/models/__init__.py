@@ -3,7 +3,7 @@
 In reading order:
 
 layers            Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
-delta_net         Linear attention with a state for each request.
+state_layers      Layers with a state for each request: short convolutions, Mamba 2, gated delta nets.
 latent_attention  Attention over a latent for each token.
 blocks            Attention, feed-forward network and experts of a transformer's layer.
 decoder           The decoder-only transformer, built from a model's specification.

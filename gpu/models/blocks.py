@@ -18,13 +18,15 @@ from gpu.checkpoint.architecture import (
     GroupedMoESpec,
     Heads,
     LatentAttentionSpec,
+    Mamba2Spec,
     MoESpec,
+    ShortConvSpec,
     SwiGLUSpec,
 )
 from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route, route_in_groups
 from gpu.models import layers
-from gpu.models.delta_net import GatedDeltaNet
 from gpu.models.latent_attention import LatentAttention
+from gpu.models.state_layers import GatedDeltaNet, Mamba2, ShortConv, StateLayer
 from gpu.sharding import Communicator, share
 
 ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.graphs`)
@@ -250,11 +252,13 @@ class GatedSelfAttention(SelfAttention):
         return self.out(output.mul_(gated[:, 1::2].sigmoid()).flatten(1))
 
 
-ATTENTION: dict[type, type[SelfAttention] | type[GatedDeltaNet] | type[LatentAttention]] = {
+ATTENTION: dict[type, type[SelfAttention] | type[LatentAttention] | type[StateLayer]] = {
     AttentionSpec: SelfAttention,
     GatedAttentionSpec: GatedSelfAttention,
-    GatedDeltaSpec: GatedDeltaNet,
     LatentAttentionSpec: LatentAttention,
+    GatedDeltaSpec: GatedDeltaNet,
+    Mamba2Spec: Mamba2,
+    ShortConvSpec: ShortConv,
 }
 
 

@@ -19,8 +19,8 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_cache import kv_layout
 from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
-from gpu.models.delta_net import GatedDeltaNet
 from gpu.models.layers import Embedding, LMHead, Place, Product, RMSNorm, RotaryEmbedding, Rotation, weight_slots
+from gpu.models.state_layers import StateLayer
 from gpu.sharding import Communicator, vocabulary
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class CausalLM(nn.Module):
         for mixture, row in zip(self._mixtures, self.tokens_of_experts, strict=True):
             mixture.num_tokens = row
         attentions = [layer.attention for layer in layers]
-        self._backends = [each.backend for each in attentions if not isinstance(each, GatedDeltaNet)]
+        self._backends = [each.backend for each in attentions if not isinstance(each, StateLayer)]
         self._layout = kv_layout(config, spec)
         self.norm = None if spec.norm is None else RMSNorm(spec.norm, place)
         self._softcap = spec.softcap
@@ -133,9 +133,9 @@ class CausalLM(nn.Module):
 
     def allocate_states(self, num_slots: int, device: torch.device) -> torch.Tensor:
         """Return zeroed states, float32 [slots, layers, numbers]. `forward` takes each layer's after the caches."""
-        delta_layers = self.spec.delta_layers
-        size = delta_layers[0].state_size if delta_layers else 0
-        return zeros((num_slots, len(delta_layers), size), torch.float32, device)
+        state_layers = self.spec.state_layers
+        size = state_layers[0].state_size if state_layers else 0
+        return zeros((num_slots, len(state_layers), size), torch.float32, device)
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the longest served context, in tokens."""

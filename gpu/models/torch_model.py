@@ -19,7 +19,7 @@ from gpu.cpu.library import Threads, draw, load_library
 from gpu.host import has_bfloat16_instructions
 from gpu.models.communicators import SharedTensors
 from gpu.models.decoder import CausalLM
-from gpu.models.delta_net import StateMetadata
+from gpu.models.state_layers import StateMetadata
 from gpu.runner.runner import ModelInputs
 from gpu.sampling import draw as numpy_draw
 from gpu.sampling.draw import Shards, largest

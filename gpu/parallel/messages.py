@@ -58,6 +58,8 @@ class CacheSize(msgspec.Struct, tag=True, array_like=True):
     num_blocks: int
     max_model_len: int
     bytes_per_block: int  # on one rank; from the driver, on all ranks together
+    num_checkpoints: int = 0
+    state_bytes: int = 0  # like `bytes_per_block`
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):

@@ -284,8 +284,14 @@ class MultiprocExecutor:
                     raise error.error()
 
         sizes = self._from_each(messages.CacheSize, report)
-        num_blocks, max_model_len = min(each.num_blocks for each in sizes), min(each.max_model_len for each in sizes)
-        self._write(messages.CacheSize(num_blocks, max_model_len, sum(each.bytes_per_block for each in sizes)))
+        agreed = messages.CacheSize(
+            num_blocks=min(each.num_blocks for each in sizes),
+            max_model_len=min(each.max_model_len for each in sizes),
+            bytes_per_block=sum(each.bytes_per_block for each in sizes),
+            num_checkpoints=min(each.num_checkpoints for each in sizes),
+            state_bytes=sum(each.state_bytes for each in sizes),
+        )
+        self._write(agreed)
         return self._from_each(messages.Loaded, report)[-1]
 
     # A subclass with ranks on other machines overrides the next three.

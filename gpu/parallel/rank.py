@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import structs
+
 from engine.errors import ErrorInWords
 from engine.executor import STEPS_BETWEEN_EXPERT_LOADS, StepHandle
 from engine.plan import TokenMasks
@@ -60,15 +62,14 @@ class Rank:
         self._step = 0
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:
-        """Return a KV cache that all ranks can have, with `bytes_per_block` summed over the ranks."""
-        self._send(messages.CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
+        """Return a KV cache that all ranks can have, with sizes in bytes summed over the ranks."""
+        own = {name: getattr(size, name) for name in messages.CacheSize.__struct_fields__}
+        self._send(messages.CacheSize(**own))
         agreed = self._next()
         assert isinstance(agreed, messages.CacheSize)
         return replace(
             size,
-            num_blocks=agreed.num_blocks,
-            max_model_len=agreed.max_model_len,
-            bytes_per_block=agreed.bytes_per_block,
+            **structs.asdict(agreed),
             num_tokens=size.num_tokens // size.block_size * agreed.num_blocks // size.num_blocks * size.block_size,
         )
 

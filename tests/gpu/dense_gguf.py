@@ -1,4 +1,5 @@
-"""Writes GGUF files of the dense families from checkpoints of transformers, as llama.cpp's converter lays them out."""
+"""Writes GGUF files of the dense and hybrid families from checkpoints of transformers, as llama.cpp's converter lays
+them out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "phi3": "phi3",
     "granite": "granite",
-    "granitemoehybrid": "granite",  # without Mamba and experts
+    "granitemoehybrid": "granite",  # without Mamba and experts, else granitehybrid
+    "lfm2": "lfm2",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -26,7 +28,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
 }
-PERMUTED = {"mistral3", "granite", "smollm3"}
+PERMUTED = {"mistral3", "granite", "granitehybrid", "smollm3"}
 RENAMED = {"shared_mlp.output_linear": "mlp.down_proj", "e_score_correction_bias": "e_score_correction.bias"}
 
 
@@ -36,12 +38,13 @@ def write_gguf(
     """Write the file; `squeezed` as older converters did, without dimensions of 1. Matrices are of type `kind`.
     Without `split`, as older converters did, DeepSeek's matrix from latents is whole."""
     config = oracle.config
-    name = ARCHITECTURES[config.model_type]
+    name = architecture_of(config)
+    has_experts = name == "granitehybrid" and config.num_local_experts
     writer = gguf.GGUFWriter(str(path), name)
     _describe(writer, config)
     if hasattr(config, "kv_lora_rank"):
         _describe_latents(writer, config, split)
-    architecture = getattr(gguf.MODEL_ARCH, name.upper())
+    architecture = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     experts: dict[str, list[np.ndarray]] = {}
@@ -51,9 +54,11 @@ def write_gguf(
             continue
         if name in PERMUTED and part in heads:
             values = permute(values, heads[part])
-        if "shared_mlp.input_linear" in given:
-            for each, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
-                writer.add_tensor(_name(names, given.replace("shared_mlp.input_linear", f"mlp.{each}")), rows)
+        if ".input_linear" in given:
+            layer = given.split(".")[2]
+            kind_of = "_exps" if "block_sparse_moe" in given else "_shexp" if has_experts else ""
+            for each, rows in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
+                writer.add_tensor(f"blk.{layer}.ffn_{each}{kind_of}.weight", np.ascontiguousarray(rows))
             continue
         if part == "kv_b_proj" and split:
             matrices = values.reshape(config.num_attention_heads, -1, values.shape[1])
@@ -61,8 +66,10 @@ def write_gguf(
             writer.add_tensor(_name(names, given.replace(part, "k_b_proj")), to_keys.swapaxes(1, 2).copy())
             writer.add_tensor(_name(names, given.replace(part, "v_b_proj")), to_values.copy())
             continue
-        for old, new in RENAMED.items():
-            in_hf = in_hf.replace(old, new)
+        if not has_experts:
+            for old, new in RENAMED.items():
+                in_hf = in_hf.replace(old, new)
+        in_hf, values = _of_states(in_hf, values)
         if ".experts." in in_hf:
             stem, expert = in_hf.split(".experts.")
             experts.setdefault(f"{stem}.experts.{expert.split('.', 1)[1]}", []).append(values)
@@ -79,6 +86,23 @@ def write_gguf(
     return path
 
 
+def architecture_of(config: Any) -> str:
+    is_hybrid = config.model_type == "granitemoehybrid" and "linear_attention" in config.layer_types
+    return "granitehybrid" if is_hybrid else ARCHITECTURES[config.model_type]
+
+
+def _of_states(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    if name.endswith("A_log"):
+        return name, -np.exp(values)[:, None]
+    if name.endswith(".D"):
+        return name, values[:, None]
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        return name, values.squeeze(1)
+    if name.endswith("mamba.norm.weight"):
+        return name, values[None]
+    return name.replace("dt_bias", "dt_proj.bias"), values
+
+
 def _name(names: gguf.TensorNameMap, in_hf: str) -> str:
     found = names.get_name(in_hf, try_suffixes=(".weight", ".bias"))
     assert found is not None, in_hf
@@ -91,17 +115,32 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     full = rope.get("full_attention", rope)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     inner = values.get("shared_intermediate_size", config.intermediate_size)
+    kv_heads = config.num_key_value_heads
+    if architecture_of(config) == "granitehybrid":
+        inner = config.intermediate_size
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    if config.model_type == "lfm2":
+        inner = -(-(2 * config.intermediate_size // 3) // config.block_multiple_of) * config.block_multiple_of
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if architecture_of(config) in ("granitehybrid", "lfm2"):
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(inner)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     if not hasattr(config, "kv_lora_rank"):
-        writer.add_head_count_kv(config.num_key_value_heads)
-    if not hasattr(config, "kv_lora_rank"):
+        writer.add_head_count_kv(kv_heads)
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(values.get("rms_norm_eps", values.get("norm_eps")))
     writer.add_rope_freq_base(full["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
     writer.add_eos_token_id(2)

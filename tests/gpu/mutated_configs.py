@@ -1,5 +1,5 @@
-"""Configurations of the dense families with a few random changes: each is refused by name, or gives the logits of
-transformers. `python -m tests.gpu.mutated_configs NAME FIRST COUNT` tries many by hand."""
+"""Configurations of the dense and hybrid families with a few random changes: each is refused by name, or gives the
+logits of transformers. `python -m tests.gpu.mutated_configs NAME FIRST COUNT` tries many by hand."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from gpu.weights.tensors import weights_of
 from tests.engine.helpers import byte_level_tokenizer
 from tests.gpu.deepseek_models import DEEPSEEK
 from tests.gpu.dense_models import DENSE, FULL, GROWING, MSCALES, SLIDING, WINDOWS, YARN, longrope
+from tests.gpu.hybrid_models import HYBRIDS
+from tests.gpu.hybrid_models import VALUES as OF_HYBRIDS
 from tests.gpu.oracles import Runner, build, expected, prompt
 
 LLAMA3 = {
@@ -129,7 +131,7 @@ NESTED: dict[str, list[Any]] = {
 }
 
 
-def mutated(values: dict[str, Any], chance: random.Random, choices: dict[str, list[Any]] = VALUES) -> dict[str, Any]:
+def mutated(values: dict[str, Any], chance: random.Random, choices: dict[str, list[Any]]) -> dict[str, Any]:
     """Return values with one to three changes."""
     values = json.loads(json.dumps(values))
     for _ in range(chance.choice([1, 1, 2, 3])):
@@ -171,7 +173,8 @@ class Judge:
 
     def __init__(self, name: str, folder: Path) -> None:
         torch.manual_seed(4)
-        oracle = AutoModelForCausalLM.from_config({**DENSE, **DEEPSEEK}[name], attn_implementation="eager").eval()
+        config = {**DENSE, **DEEPSEEK, **HYBRIDS}[name]
+        oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter_name, parameter in oracle.state_dict().items():
                 if "norm" in parameter_name or parameter_name.endswith("bias"):
@@ -179,12 +182,14 @@ class Judge:
         oracle.save_pretrained(folder)
         byte_level_tokenizer().save(str(folder / "tokenizer.json"))
         self.name, self.folder = name, folder
+        own = OF_HYBRIDS if name in HYBRIDS else OF_DEEPSEEK if name in DEEPSEEK else {}
+        self.choices = VALUES | own
+        self.tolerance = 2.5e-3 if name in HYBRIDS else 2e-4  # two forms of a recurrence differ by more
         self.values = json.loads((folder / "config.json").read_text())
 
     def outcome(self, seed: int) -> str:
         """Return "refused", or "equal". Raises AssertionError for anything else, with the changed configuration."""
-        choices = VALUES | OF_DEEPSEEK if self.name in DEEPSEEK else VALUES
-        values = mutated(self.values, random.Random(f"{self.name} {seed}"), choices)
+        values = mutated(self.values, random.Random(f"{self.name} {seed}"), self.choices)
         (self.folder / "config.json").write_text(json.dumps(values))
         try:
             files = open_model(str(self.folder))
@@ -207,7 +212,8 @@ class Judge:
         try:
             wanted = expected(oracle, tokens)
             # Scores that are many times as large make differences of rounding as much larger.
-            torch.testing.assert_close(logits, wanted, atol=2e-4 * max(2.0, float(wanted.abs().max())), rtol=2e-4)
+            bound = self.tolerance * max(2.0, float(wanted.abs().max()))
+            torch.testing.assert_close(logits, wanted, atol=bound, rtol=2e-4)
         except AssertionError as error:
             raise AssertionError(f"{self.name} {seed}: other logits; {error}; {changed}") from error
         return "equal"

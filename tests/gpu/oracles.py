@@ -30,6 +30,7 @@ from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import reordered, unstacked
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
+from gpu.models.state_layers import StateMetadata
 from tests.gpu.deepseek_models import DEEPSEEK, DEEPSEEK_NAMES
 from tests.gpu.dense_models import DENSE, DENSE_NAMES
 from tests.gpu.paging import Span, make_group_metadata, positions_of
@@ -193,13 +194,19 @@ class Runner:
         self.caches = model.allocate_kv_cache(num_blocks * self.num_groups, torch.float32, torch.device("cpu"))
         for cache in self.caches:
             cache.fill_(float("nan"))
+        if model.spec.state_bytes:
+            self.caches += model.allocate_states(1, torch.device("cpu")).unbind(1)
 
     def step(self, *requests: tuple[torch.Tensor, int, list[int]]) -> list[torch.Tensor]:
         """Each request is its tokens so far, how many of them are computed, and its blocks."""
         spans = [Span(len(tokens) - computed, len(tokens), blocks) for tokens, computed, blocks in requests]
         input_ids = torch.cat([tokens[computed:] for tokens, computed, _ in requests])
         with torch.inference_mode():
-            metadata = make_group_metadata(spans, BLOCK_SIZE, self.num_groups)
+            metadata: list[Any] = make_group_metadata(spans, BLOCK_SIZE, self.num_groups)
+            if self.model.spec.state_bytes:  # of one request
+                lengths = [span.query_len for span in spans]
+                rows = torch.zeros(1, dtype=torch.int64)
+                metadata.append(StateMetadata(query_lens_list=lengths, num_decodes=0, rows=rows, saves={}))
             hidden = self.model(input_ids, positions_of(spans), metadata, self.caches)
             logits = self.model.compute_logits(hidden)
         return list(logits.float().split([span.query_len for span in spans]))

@@ -39,9 +39,25 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 LATENT = "DeepseekV3ForCausalLM"
-MODELS = {
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 0,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": LINEAR | EXPERTS,
     "Qwen3_5ForCausalLM": LINEAR,
+    "Lfm2ForCausalLM": {"conv_L_cache": 3, "conv_bias": False},
+    "GraniteMoeHybridForCausalLM": MAMBA,
 }
 
 
@@ -55,7 +71,7 @@ def law(request, tmp_path_factory) -> Iterator[Law]:
     latent = request.param == LATENT
     config = small_model(architecture=LATENT, **OWN_NAMES) if latent else hybrid(request.param)
     core = load(config, dtype="float32")
-    yield Law(core, tmp_path_factory.mktemp("kv"), exact=False)
+    yield Law(core, tmp_path_factory.mktemp("kv"), exact=False, depths=(1, 2))
     core.shutdown()
 
 

@@ -1,9 +1,10 @@
-"""Configurations of the dense families, and of those with latent attention, with random changes: each is refused by
-name, or gives transformers' logits."""
+"""Configurations of the dense families, hybrids, and families with latent attention, with random changes: each is
+refused by name, or gives transformers' logits."""
 
 import pytest
 
 from tests.gpu.deepseek_models import DEEPSEEK
+from tests.gpu.hybrid_models import HYBRIDS
 from tests.gpu.mutated_configs import run
 
 FIRST, COUNT = 1_000_000, 200
@@ -18,10 +19,11 @@ NAMES = [
     "glm4",
     "glm",
     "qwen2-moe",
+    *HYBRIDS,
 ]
 
 
-COUNTS = {**dict.fromkeys(NAMES, COUNT), **dict.fromkeys(DEEPSEEK, COUNT // 2)}
+COUNTS = {**dict.fromkeys(NAMES, COUNT), **dict.fromkeys([*DEEPSEEK, *HYBRIDS], COUNT // 2)}
 
 
 @pytest.mark.parametrize("name", COUNTS)

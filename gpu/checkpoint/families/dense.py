@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from gpu.checkpoint import architecture
-from gpu.checkpoint.architecture import LLAMA_VALUES, PARTIAL_VALUES, Architecture, LayerSpec, RMSNormSpec
+from gpu.checkpoint.architecture import PARTIAL_VALUES, Architecture, LayerSpec, RMSNormSpec
 from gpu.checkpoint.config import HeaderField, ModelConfig
 
 # Converters of Llama and its relatives interleave the halves of each head for ggml's rotation.
@@ -68,7 +68,7 @@ PHI3 = Architecture(
 )
 
 
-# Granite 3, and Granite 4 where all layers are attention without experts.
+# Granite 3.
 _MULTIPLIER = HeaderField(float, 1e-6, 1e6, "", default=1.0)
 _MULTIPLIERS = {
     "embedding_multiplier": replace(_MULTIPLIER, gguf="embedding_scale"),
@@ -83,7 +83,7 @@ def _granite_norm(norm: RMSNormSpec | None, config: ModelConfig) -> RMSNormSpec:
     return replace(norm, eps=norm.eps / config.numbers["residual_multiplier"] ** 2)
 
 
-def _granite_layer(config: ModelConfig, index: int) -> LayerSpec:
+def granite_layer(config: ModelConfig, index: int) -> LayerSpec:
     layer = interleaved_in_gguf(config, index)
     heads = replace(layer.attention.heads, scale=float(config.numbers["attention_multiplier"]))
     return replace(
@@ -92,12 +92,6 @@ def _granite_layer(config: ModelConfig, index: int) -> LayerSpec:
         attention=replace(layer.attention, heads=heads),
         feed_forward_norm=_granite_norm(layer.feed_forward_norm, config),
     )
-
-
-def _granite_4_layer(config: ModelConfig, index: int) -> LayerSpec:
-    layer, prefix = _granite_layer(config, index), f"model.layers.{index}.shared_mlp"
-    network = architecture.fused_network(layer.feed_forward, f"{prefix}.input_linear", None)
-    return replace(layer, feed_forward=replace(network, down=replace(network.down, name=f"{prefix}.output_linear")))
 
 
 def _granite(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture.DecoderSpec:
@@ -117,23 +111,8 @@ GRANITE = Architecture(
     defaults={"max_position_embeddings": 2048},
     nullable=frozenset({"num_key_value_heads"}),
     numbers=_MULTIPLIERS,
-    layer=_granite_layer,
+    layer=granite_layer,
     finish=_granite,
-)
-GRANITE_4 = replace(
-    GRANITE,
-    name="GraniteMoeHybridForCausalLM",
-    model_type="granitemoehybrid",
-    gguf=None,
-    defaults={**GRANITE.defaults, "intermediate_size": 1024, "layer_types": ["linear_attention"]},
-    allowed_values={
-        **LLAMA_VALUES,
-        "num_experts": (0,),
-        "position_embedding_type": ("rope", "nope", None),
-    },
-    aliases={"intermediate_size": "shared_intermediate_size"},
-    window_keys=frozenset({"layer_types"}),
-    layer=_granite_4_layer,
 )
 
 
@@ -235,4 +214,4 @@ GLM = replace(
     layer=_glm_layer,
 )
 
-DENSE = (MINISTRAL3, PHI3, GRANITE, GRANITE_4, SMOLLM3, OLMO2, OLMO3, GLM4, GLM)
+DENSE = (MINISTRAL3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, GLM4, GLM)

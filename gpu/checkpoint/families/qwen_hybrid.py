@@ -86,7 +86,13 @@ def _delta_net(config: ModelConfig, index: int, by_key_head: bool) -> architectu
             f"model.layers.{index}.linear_attn.{name}", f"blk.{index}.{gguf}", shape, suffix=suffix
         )
 
+    def of_heads(name: str, gguf: str, *shape: int) -> tuple[architecture.Part, ...]:
+        """Return the parts for queries, keys and values of a tensor."""
+        parts = (part(f"{name}.{letter}", gguf, size, *shape) for letter, size in zip("qkv", sizes, strict=True))
+        return architecture.fused(f"model.layers.{index}.linear_attn.{name}", f"blk.{index}.{gguf}", *parts)
+
     projections: tuple[architecture.Part, ...]
+    sizes = (keys, keys, values)
     if by_key_head:
         projections = (
             part("in_proj_qkvz", "ssm_in", 2 * (keys + values), hidden),
@@ -94,7 +100,7 @@ def _delta_net(config: ModelConfig, index: int, by_key_head: bool) -> architectu
         )
     else:
         projections = (
-            part("in_proj_qkv", "attn_qkv", 2 * keys + values, hidden),
+            *of_heads("in_proj_qkv", "attn_qkv", hidden),
             part("in_proj_z", "attn_gate", values, hidden),
             part("in_proj_b", "ssm_beta", value_heads, hidden),
             part("in_proj_a", "ssm_alpha", value_heads, hidden),
@@ -105,7 +111,7 @@ def _delta_net(config: ModelConfig, index: int, by_key_head: bool) -> architectu
         key_dim=key_dim,
         value_dim=value_dim,
         projections=projections,
-        conv=part("conv1d", "ssm_conv1d", 2 * keys + values, 1, int(numbers["linear_conv_kernel_dim"])),
+        conv=of_heads("conv1d", "ssm_conv1d", 1, int(numbers["linear_conv_kernel_dim"])),
         dt_bias=part("dt_bias", "ssm_dt", value_heads, suffix=""),
         a_log=part("A_log", "ssm_a", value_heads, suffix=""),
         norm=architecture.RMSNormSpec(part("norm", "ssm_norm", value_dim), config.rms_norm_eps),
@@ -127,7 +133,7 @@ def _finish(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture
 _COMMON: dict[str, Any] = {
     "allowed_values": _VALUES,
     "qk_norm": True,
-    "linear_layers": True,
+    "state_layers": "linear_attention",
     "finish": _finish,
 }
 QWEN3_NEXT = architecture.Architecture(

@@ -6,14 +6,17 @@ import logging
 from typing import Any
 
 import pytest
-from transformers import Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3NextConfig
+from transformers import GraniteMoeHybridConfig, Lfm2Config, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3NextConfig
 
-from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.architecture import GatedAttentionSpec, GatedDeltaSpec
+from gpu.checkpoint import ModelConfig, ModelError, open_model
+from gpu.checkpoint.architecture import AttentionSpec, GatedAttentionSpec, GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import check_shapes, tensor_shapes
 from gpu.kv_cache import kv_layout
+from tests.gpu.checkpoint.test_dense_files import assert_gives, made
+from tests.gpu.dense_gguf import write_gguf
+from tests.gpu.hybrid_models import HYBRIDS
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 97, "head_dim": 16}
@@ -27,6 +30,9 @@ def read(values: dict[str, Any], name: str = "Qwen3NextForCausalLM", **changes: 
 
 
 NEXT = Qwen3NextConfig(**SIZES, **EXPERTS).to_dict()
+CONV = {"conv_L_cache": 3, "intermediate_size": 12288, "full_attn_idxs": [1, 5]}
+LFM2 = Lfm2Config(**SIZES, **CONV).to_dict() | {"layer_types": None}
+GRANITE = GraniteMoeHybridConfig(**SIZES, mamba_n_heads=8, layer_types=4 * ["mamba", "attention"]).to_dict()
 
 
 def test_the_defaults_are_those_of_transformers():
@@ -48,6 +54,62 @@ def test_every_fourth_layer_has_keys_and_values_and_the_others_have_states():
     assert len(set(zip(layout.groups, layout.slots, strict=True))) == 8
     two = read(NEXT, layer_types=..., full_attention_interval=2)
     assert [two.has_keys(index) for index in range(8)] == 4 * [False, True]
+
+
+def kinds_of(config: ModelConfig) -> list[type]:
+    return [type(layer.attention) for layer in spec_of(config).layers]
+
+
+def test_lfm2_has_attention_in_the_layers_of_full_attn_idxs_and_smaller_networks_than_it_says():
+    config = read(LFM2, "Lfm2ForCausalLM")
+    assert [index for index, kind in enumerate(kinds_of(config)) if kind is AttentionSpec] == [1, 5]
+    assert set(kinds_of(config)) == {AttentionSpec, ShortConvSpec}
+    assert (config.intermediate_size, config.tie_word_embeddings, config.rms_norm_eps) == (8192, True, 1e-5)
+    changes = {"block_ff_dim": 500, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.5, "tie_embedding": False}
+    config = read(LFM2, "Lfm2ForCausalLM", norm_eps=1e-3, **changes)
+    assert (config.intermediate_size, config.tie_word_embeddings, config.rms_norm_eps) == (512, False, 1e-3)
+    assert read(LFM2, "Lfm2ForCausalLM", block_auto_adjust_ff_dim=False).intermediate_size == 12288
+    assert not spec_of(read(LFM2, "Lfm2ForCausalLM", full_attn_idxs=None)).state_bytes
+
+
+def test_granite_4_has_mamba_where_it_says_and_a_network_for_all_tokens_besides_its_experts():
+    config = read(GRANITE, "GraniteMoeHybridForCausalLM")
+    assert kinds_of(config) == 4 * [Mamba2Spec, AttentionSpec]
+    assert (config.intermediate_size, config.numbers["moe_intermediate_size"], config.num_experts) == (1024, 11008, 8)
+    named = {"layer_types": ..., "layers_block_type": 8 * ["full_attention"]}
+    assert kinds_of(read(GRANITE, "GraniteMoeHybridForCausalLM", **named)) == 8 * [AttentionSpec]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "granite4-hybrid", "granite4-hybrid-dense"])
+def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name: str):
+    config = HYBRIDS[name.removesuffix("-dense")]
+    dense = {"num_local_experts": 0} if name.endswith("-dense") else {}
+    oracle = made(type(config)(**config.to_dict() | {"mamba_n_groups": 1} | dense))
+    assert_gives(open_model(str(write_gguf(tmp_path / "m.gguf", oracle))), oracle)
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "named"),
+    [
+        (LFM2, {"full_attn_idxs": []}, "layer_types"),
+        (LFM2, {"full_attn_idxs": 3}, "layer_types"),
+        (LFM2, {"layer_types": 4 * ["linear_attention", "full_attention"]}, "layer_types"),
+        (LFM2, {"conv_L_cache": 1}, "conv_L_cache"),
+        (LFM2, {"norm_eps": None}, "rms_norm_eps"),
+        (LFM2, {"block_multiple_of": "x"}, "block_multiple_of"),
+        (LFM2, {"block_ffn_dim_multiplier": 1e308}, "block_ffn_dim_multiplier"),
+        (GRANITE, {"layer_types": None}, "layer_types"),
+        (GRANITE, {"mamba_n_groups": 3}, "mamba_n_groups"),
+        (GRANITE, {"mamba_d_head": None}, "mamba_d_head"),
+        (GRANITE, {"mamba_d_head": 8}, "mamba_d_head"),
+        (GRANITE, {"time_step_limit": [0.0, 1.0]}, "time_step_limit"),
+        (GRANITE, {"time_step_limit": None}, "time_step_limit"),
+        (GRANITE, {"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_lfm2_and_granite_4_cannot_be_is_refused_by_name(values: dict[str, Any], changes: Any, named: str):
+    with pytest.raises(ModelError, match=named):
+        read(values, "Lfm2ForCausalLM" if values is LFM2 else "GraniteMoeHybridForCausalLM", **changes)
 
 
 @pytest.mark.parametrize(

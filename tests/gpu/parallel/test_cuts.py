@@ -16,18 +16,20 @@ from safetensors.torch import save_file
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows, open_model
-from gpu.checkpoint.architecture import DecoderSpec, LayerSpec, MoESpec, SwiGLUSpec, parts_of
+from gpu.checkpoint.architecture import DecoderSpec, GatedDeltaSpec, LayerSpec, MoESpec, SwiGLUSpec, parts_of
 from gpu.checkpoint.families.table import FAMILIES, spec_of
+from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import Weight, checked, shapes_of
 from gpu.sharding import BLOCK, TILE, Layout, check_cuts, cut, sharded, stages
 from gpu.weights.reading import dummy_weights, floats, read_weights
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.gpu.dense_models import DENSE, MULTIPLIERS
+from tests.gpu.hybrid_models import HYBRIDS
 from tests.gpu.oracles import model_config
 from tests.support.embedded_model import embedded_gguf
 
 TOGETHER = {"Olmo2ForCausalLM", "Olmo3ForCausalLM"}  # with norms over all heads, which are not cut
-NOT_HERE = {"num_experts", "linear_num_key_heads"}  # experts have tests of their own, states are refused with ranks
+NOT_HERE = {"num_experts", "linear_num_key_heads", "conv_L_cache"}  # experts and states have tests of their own
 FAMILY_NAMES = sorted({family.name for family in FAMILIES.values() if not NOT_HERE & {*family.numbers}} - TOGETHER)
 
 
@@ -159,6 +161,28 @@ def test_one_rank_has_a_shared_expert_or_each_has_a_part(gathers: bool) -> None:
     mixtures = [network for network in found if isinstance(network, MoESpec) and network.shared_gate is not None]
     rows = [mixture.shared.gate.shape[0] if mixture.shared else 0 for mixture in mixtures]
     assert rows == ([0, 96] if gathers else [64, 32])
+
+
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
+def test_each_rank_has_some_key_heads_of_a_gated_delta_net_with_their_value_heads(name: str) -> None:
+    values = HYBRIDS["qwen3-next"].to_dict() | {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    spec = spec_of(config_from_hf(values | {"architectures": [name], "model_type": None}, source="m"))
+    whole = {weight: np.arange(math.prod(shape)).reshape(shape) for weight, shape in shapes_of(spec).items()}
+    seen: Counter[tuple[str, int]] = Counter()
+    states = []
+    for layout in layouts(2, 1):
+        local = sharded(spec, layout, gathers=False)
+        for weight, rows in cut(whole.items(), local):
+            if ".linear_attn." in weight:
+                seen.update((weight, each) for each in floats(rows).astype(np.int64).ravel().tolist())
+        states.append(local.state_layers[0])
+    assert [(state.key_heads, state.value_heads) for state in states if isinstance(state, GatedDeltaSpec)] == [
+        (2, 4),
+        (1, 2),
+    ]
+    of_all = {weight for weight in whole if ".linear_attn.norm" in weight}
+    assert all(count == 1 + (weight in of_all) for (weight, _), count in seen.items())
+    assert len(seen) == sum(weights.size for weight, weights in whole.items() if ".linear_attn." in weight)
 
 
 def test_heads_of_smollm_on_two_ranks() -> None:

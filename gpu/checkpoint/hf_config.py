@@ -419,8 +419,9 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
     merged = {**({"tie_word_embeddings": True} if text else {}), **values, **text}
     if text and family.state_layers:  # Qwen3.5's wrapper does not, and ignores its text part's value
         merged["tie_word_embeddings"] = values.get("tie_word_embeddings", False)
-    for name, other in (("num_experts", "num_local_experts"), ("dtype", "torch_dtype")):
-        value = _agreed({name: merged.get(name), other: merged.get(other)}, source)
+    routed = ("n_routed_experts",) if "n_group" in family.numbers else ()
+    for name, *others in (("num_experts", "num_local_experts", *routed), ("dtype", "torch_dtype")):
+        value = _agreed({each: merged.get(each) for each in (name, *others)}, source)
         if value is not None:
             merged[name] = value
     return merged | _rope(merged, family, source)

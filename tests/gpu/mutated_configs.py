@@ -105,7 +105,8 @@ OF_DEEPSEEK: dict[str, list[Any]] = {
     "topk_method": ["greedy", "group_limited_greedy", "noaux_tc", None],
     "scoring_func": ["sigmoid", "softmax", None],
     "norm_topk_prob": FLAGS,
-    "routed_scaling_factor": NUMBERS,
+    # Integers mean the same, and transformers refuses them.
+    "routed_scaling_factor": [None, 0.0, 0.5, 1.0, 2.0, -1.0, "1", True],
     "n_routed_experts": [8, 4, None],
     "num_experts_per_tok": [1, 2, 3, 4, 6, 9, None],
     "n_shared_experts": [1, 2, 0, None],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,10 +17,12 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.kv_cache import kv_cache_size
 from gpu.model_loader import check_device
+from gpu.weights.reading import floats, read_weights
 from tests.gpu.checkpoint.test_dense_files import assert_gives, made, saved
 from tests.gpu.deepseek_models import DEEPSEEK, DEEPSEEK_NAMES, LATENT
 from tests.gpu.dense_gguf import write_gguf
 from tests.gpu.dense_models import YARN
+from tests.gpu.quantized_checkpoints import fp8
 from tests.selection import slow_except
 
 EQUAL = YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}  # GGUF files have one of both
@@ -57,6 +60,24 @@ IN_GGUF = [(name, split) for name in DEEPSEEK if "moe" not in name and "direct" 
 def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name, split):
     oracle = made(in_gguf(name))
     assert_gives(open_model(str(write_gguf(tmp_path / "m.gguf", oracle, split=split))), oracle)
+
+
+def test_fp8_with_a_scale_for_each_block_is_read_as_what_it_means(tmp_path):
+    form = fp8("block")
+    weights_file = saved(made(DEEPSEEK["deepseek-v3"]), tmp_path, quantization_config=form.config) / "model.safetensors"
+    packed, meant = {}, {}
+    for name, weight in load_file(weights_file).items():
+        if name.endswith(("_proj.weight", "_mqa.weight")):
+            written = form.write(weight)
+            packed |= {name.removesuffix("weight") + kind: tensor for kind, tensor in written.tensors.items()}
+            meant[name] = written.meant
+        else:
+            packed[name] = meant[name] = weight
+    save_file(packed, weights_file)
+    found = dict(read_weights(open_model(str(tmp_path))))
+    assert found.keys() == meant.keys()
+    for name, weight in found.items():
+        np.testing.assert_array_equal(floats(weight), meant[name].float().numpy(), err_msg=name)
 
 
 def published(name: str, **changes: Any) -> dict[str, Any]:

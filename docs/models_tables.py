@@ -147,9 +147,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gptq": {"settings per layer (`dynamic`)": {"dynamic": {"-:.*": {}}}},
     "awq": {"version gemv": {"version": "gemv"}, "8 bits": {"bits": 8}},
     "bitsandbytes": {
-        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         "8 bits": {"load_in_8bit": True},
+        "packed in other types than bytes": {"bnb_4bit_quant_storage": "bfloat16"},
     },
     "modelopt": {"FP8": {"quant_algo": "FP8"}, "NVFP4": {"quant_algo": "NVFP4"}},
     "fbgemm_fp8": {"": {}},

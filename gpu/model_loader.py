@@ -120,6 +120,12 @@ def load_model(
             communicator=communicator,
             max_num_batched_tokens=options.max_num_batched_tokens,
         )
+    if config.transformers_dir is not None:
+        from gpu.models.transformers_model import load_transformers_model
+
+        return load_transformers_model(
+            config, dtype=options.dtype, device=device, block_size=options.block_size, num_threads=num_threads
+        )
     from gpu.models.torch_model import load_torch_model
 
     return load_torch_model(

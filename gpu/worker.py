@@ -9,6 +9,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,8 @@ class Worker:
         that the rank could have, and returns the one that all ranks can. `progress` is called during the warm-up.
         """
         self.device = use_device(options.device)
+        if config.transformers_dir is not None:
+            options = replace(options, runner="host")
         self._on_cuda = self.device != "cpu"
         self._num_threads = options.num_threads or usable_cores()
         self._entered = threading.local()
@@ -95,7 +98,7 @@ class Worker:
         if text and links == NO_LINKS:
             self.perplexity = perplexity(model, text[:room], options.block_size, len(self.facts.kv_windows))
         # The number of steps to keep in flight: more than one if the device runs steps while the host goes on.
-        self.pipeline_depth = 2 if self._on_cuda else 1
+        self.pipeline_depth = 2 if self._on_cuda and options.runner != "host" else 1
 
     def enter_thread(self) -> None:
         """Set the state that torch keeps for each thread, the current device and the number of helper threads: this may
@@ -157,18 +160,20 @@ class Worker:
 
     def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions, progress: Progress) -> int:
         """Return the bytes that the KV cache may take besides the weights. Raises ConfigError if more was asked for."""
-        if self._on_cuda and self._links != NO_LINKS and options.kv_cache_memory is None:
-            allowed = "the memory of a stage's steps on a CUDA device is not measured, so kv_cache_memory is needed"
+        is_measured = self._links == NO_LINKS and options.runner != "host"
+        if self._on_cuda and not is_measured and options.kv_cache_memory is None:
+            allowed = "the memory of such a model's or stage's steps on a CUDA device is not measured, so it is needed"
             raise ConfigError("kv_cache_memory", None, allowed=allowed, hint=f"kv_cache_memory={4 * GIB} works")
         if self._on_cuda:
             from gpu.device.warm_up import compile_stage, kv_cache_budget
             from gpu.models.torch_model import TorchModel
 
             assert isinstance(model, TorchModel)
-            if self._links == NO_LINKS:
+            if is_measured:
                 budget = kv_cache_budget(model, options, self._num_threads, progress)
             else:
-                compile_stage(model, options, self._links, self._num_threads, progress)
+                if self._links != NO_LINKS:
+                    compile_stage(model, options, self._links, self._num_threads, progress)
                 budget = 0  # kv_cache_memory is given
         else:
             budget = int(min(CPU_MEMORY_SHARE * free_memory("cpu"), CPU_MEMORY_LIMIT) * options.kv_cache_share)

@@ -102,7 +102,11 @@ def pull(settings: Settings) -> int:
 
     with loading() as progress:
         files = open_model(
-            settings.model_source, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
+            settings.model_source,
+            cache_dir=settings.cache_dir,
+            load_format=settings.load_format,
+            model_impl=settings.model_impl,
+            progress=progress,
         )
     print(f"{files.name} is complete.")
     return 0
@@ -247,6 +251,10 @@ class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
             raise SettingsError(f"{option_string or 'the model'} is given twice. Give it once{self.const}")
+        if isinstance(values, list):  # with blanks between them, as users of vLLM write names
+            if len(values) > 1 and not hasattr(namespace, "model"):
+                raise SettingsError(f"{option_string}: name the model before it, or write commas between the values")
+            values = ",".join(values)
         setattr(namespace, self.dest, values)
 
 
@@ -317,6 +325,8 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             limits = allowed_values(field)
             options["const"] = ", with commas between the values" if get_origin(field.annotation) is tuple else ""
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
+        if name == "served_model_name":
+            options["nargs"] = "+"
         if name not in in_help:
             options["help"] = argparse.SUPPRESS
         settings.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)

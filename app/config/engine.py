@@ -19,7 +19,7 @@ SHOWN_SETTINGS = (
     *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "pipeline_depth"),
     *("state_checkpoint_interval", "state_checkpoint_share"),
     *("max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout", "default_ttft_timeout"),
-    *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs", "worker_class"),
+    *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs", "worker_class", "model_impl"),
 )
 
 

@@ -150,8 +150,8 @@ class Settings(BaseSettings):
     )
     served_model_name: StringList = Field(
         (),
-        description="Model names that clients may ask for, comma separated. Answers have the requested name, metrics "
-        "and traces the first. Default: the model's.",
+        description="Model names that clients may ask for, comma separated (as a flag also with blanks). Answers have "
+        "the requested name, metrics and traces the first. Default: the model's.",
         examples=["my-model"],
     )
     check_model_name: bool = Field(
@@ -159,6 +159,11 @@ class Settings(BaseSettings):
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto: the model's weights. dummy: random weights from its configuration, for benchmarks."
+    )
+    model_impl: Literal["auto", "headrace", "transformers"] = Field(
+        "auto",
+        description="What computes the model. transformers: that library, slowly. auto: that library if the model is "
+        "unknown here, and Headrace otherwise.",
     )
     cache_dir: UserPath | None = Field(
         None,

@@ -41,6 +41,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
     info = {
         "version": VERSION,
         **describe(model.engine_info, server.settings),
+        "computes": model.engine_info.facts.compute_form,
         "vocab_size": model.engine_info.vocab_size,
         "is_batch_invariant": model.engine_info.facts.is_batch_invariant,
         "embedding_size": model.embedding_size,

@@ -63,11 +63,17 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
         settings.model_source,
         cache_dir=settings.cache_dir,
         load_format=settings.load_format,
+        model_impl=settings.model_impl,
         seed=settings.seed,
         progress=progress,
     )
     if settings.chat_template is not None:
         files = replace(files, chat_template=_read_template(settings.chat_template))
+    if files.config.transformers_dir is not None and settings.has_rank_processes:
+        setting = next((name for name in LAYOUT_SETTINGS[:2] if getattr(settings, name) > 1), "executor")
+        hint = f"{setting}={'uni' if setting == 'executor' else 1} works"
+        allowed = "a model that transformers computes has one rank, in the engine"
+        raise ConfigError(setting, getattr(settings, setting), allowed=allowed, hint=hint)
     if settings.num_ranks > 1:
         _check_layout(settings, files)
     return files

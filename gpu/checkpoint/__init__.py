@@ -11,9 +11,10 @@ tensors         The tensors of a model, their slices for a rank, and stacked exp
 quantized_rows  Quantized weights in the blocks of GGUF types, and their lossless conversion into other blocks.
 gguf_file       The GGUF container.
 gguf_tokenizer  A GGUF file's metadata as a tokenizer.
-quantized_layers  The linear layers of quantized safetensors: FP8, compressed-tensors, GPTQ, AWQ.
+quantized_layers  The linear layers of quantized safetensors: FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes.
 hf_files        JSON files and safetensors headers, read within bounds.
 hf_config       A Hugging Face config.json as the model's configuration.
+transformers_config  The configuration of a model without a record, which transformers computes.
 embedder        Pooling and prompts of embedding models.
 tokenizers      Bounds on tokenizers of unknown origin.
 model_files     A model on disk: described at once, read on demand; digest, default sampling, progress.

@@ -156,6 +156,11 @@ class LatentAttentionSpec(AttentionSpec):
     interleaved: bool  # the two numbers of a rotating pair are adjacent, else half of the rotating numbers apart
 
 
+@dataclass(frozen=True)
+class ForeignAttentionSpec(AttentionSpec):
+    """Attention in a layer that transformers computes. Only the numbers of key heads and their size are known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
     """A layer with a state for each request instead of keys and values: each channel passes a causal convolution over
@@ -477,6 +482,15 @@ class Architecture:
             head=None if config.tie_word_embeddings else Part("lm_head", "output", size),
         )
         return self.finish(spec, config)
+
+
+def foreign_spec(config: ModelConfig) -> DecoderSpec:
+    """Return what is known of a model that transformers computes. One part stands for all tensors."""
+    every = Part("every tensor", "", (int(config.numbers["num_weights"]),))
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, 1.0)
+    attention = ForeignAttentionSpec(heads, (every, every, every), every, None, Rope(config.rope_theta))
+    layer = LayerSpec(None, attention, None, SwiGLUSpec(every, every, every))
+    return DecoderSpec(every, (layer,) * config.num_hidden_layers, None, every)
 
 
 _NETWORKS = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")

@@ -78,6 +78,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
     numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # fields that only this family has
+    transformers_dir: str | None = None  # the folder of a model that transformers computes; None: Headrace does
 
     @property
     def num_experts(self) -> int:

@@ -30,6 +30,9 @@ from gpu.checkpoint.families.table import FAMILIES
 from gpu.checkpoint.quantized_layers import quantized_checkpoint
 
 _DTYPES = ("float32", "float16", "bfloat16")
+WITH_TRANSFORMERS = (
+    "Others run slowly where transformers is installed: pip install '.[transformers]' in a clone of Headrace."
+)
 
 
 def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] = (), source: str) -> ModelConfig:
@@ -82,7 +85,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         sliding_window=sliding_window,
         layer_types=layer_types,
         dense_layers=_dense_layers(values, fields, num_layers, source),
-        torch_dtype=_dtype(values, source),
+        torch_dtype=dtype_of(values, source),
         eos_token_ids=tuple(
             dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=f"{source}, config.json")])
         ),
@@ -216,8 +219,13 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
                     f"model_type={shown(model_type)}."
                 )
             return family
-    raise ModelError(
-        f"{source} is of architecture {named!r:.200}, which is not supported; supported are {', '.join(FAMILIES)}."
+    raise unknown_architecture(named, source, WITH_TRANSFORMERS)
+
+
+def unknown_architecture(named: object, source: str, others: str) -> ModelError:
+    return ModelError(
+        f"{source} is of architecture {named!r:.200}, which is not supported; supported are {', '.join(FAMILIES)}. "
+        + others
     )
 
 
@@ -387,7 +395,8 @@ def _state_layers(
     return tuple(LINEAR if kind == name else FULL for kind in kinds) if name in kinds else ()
 
 
-def _dtype(values: Mapping[str, Any], source: str) -> str:
+def dtype_of(values: Mapping[str, Any], source: str) -> str:
+    """Return the type of the checkpoint's weights."""
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise ModelError(

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from gpu.checkpoint import hf_files
@@ -23,9 +23,10 @@ from gpu.checkpoint.config import MAX_CHAT_TEMPLATE, ModelConfig, ModelError, ch
 from gpu.checkpoint.embedder import Embedder, embedder_of_directory
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
-from gpu.checkpoint.quantized_layers import linear_layers, quantized_layers_of
+from gpu.checkpoint.quantized_layers import BNB_STATE, linear_layers, quantized_layers_of
 from gpu.checkpoint.tensors import check_shapes, text_name, unstacked
 from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors
+from gpu.checkpoint.transformers_config import config_from_transformers, is_for_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _COMPARED_AT_ONCE = 2**24  # bytes
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
-def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) -> ModelFiles:
+def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, model_impl: str = "auto") -> ModelFiles:
     """Open a directory. Raises `ModelError` if something that serving needs is missing, damaged or unsupported.
 
     Without `with_weights` only config.json is required; a missing tokenizer raises when it is used.
@@ -61,19 +62,22 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
     values = hf_files.read_json(directory / "config.json")
-    config = config_from_hf(values, eos_token_ids=tuple(eos_token_ids), source=name)
-    quantized = quantized_layers_of(values, name)
+    quantized = None
+    if is_for_transformers(values, model_impl):
+        config = config_from_transformers(
+            directory, values, eos_token_ids=tuple(eos_token_ids), tensors=tensors, source=name
+        )
+    else:
+        config = config_from_hf(values, eos_token_ids=tuple(eos_token_ids), source=name)
+        quantized = quantized_layers_of(values, name)
     embedder = embedder_of_directory(directory, name)
-    if tensors is not None:
+    if tensors is not None and config.transformers_dir is None:
         config = _with_head(config, embedder, tensors, source=name)
         read_header = partial(hf_files.read_header, quantized=quantized is not None)
-        headers = list(chain.from_iterable(read_header(path).items() for path in tensors))
-        types = {"U8": np.uint8(0)}
-        arrays: Iterator[tuple[str, Any]] = (
-            (key, np.broadcast_to(types.get(each.dtype, np.float32(0)), each.shape)) for key, each in headers
-        )
+        headers = [(path, key, each) for path in tensors for key, each in read_header(path).items()]
+        arrays: Iterator[tuple[str, Any]] = ((key, _stand_in(path, key, each)) for path, key, each in headers)
         if quantized is not None:
-            arrays = linear_layers(arrays, quantized, {key for key, _ in headers}, name)
+            arrays = linear_layers(arrays, quantized, {key for _, key, _ in headers}, name)
         shapes = ((text_name(key), each) for key, each in arrays)
         check_shapes(((key, tensor.shape) for key, tensor in unstacked(shapes, config)), config, source=name)
     return ModelFiles(
@@ -138,6 +142,13 @@ def _with_head(config: ModelConfig, embedder: Embedder, paths: tuple[Path, ...],
         source,
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def _stand_in(path: Path, name: str, tensor: hf_files.SafetensorsTensor) -> NDArray[Any]:
+    """Return an array of a tensor's shape without its numbers, except for those of bitsandbytes that are a shape."""
+    if BNB_STATE in name and tensor.dtype == "U8":
+        return np.frombuffer(b"".join(_bytes_of(path, tensor)), np.uint8)
+    return np.broadcast_to(np.uint8(0) if tensor.dtype == "U8" else np.float32(0), tensor.shape)
 
 
 def _is_same(one: tuple[Path, hf_files.SafetensorsTensor], other: tuple[Path, hf_files.SafetensorsTensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The quantized linear layers of safetensors checkpoints: FP8, compressed-tensors, GPTQ and AWQ.
+"""The quantized linear layers of safetensors checkpoints: FP8, compressed-tensors, GPTQ, AWQ and bitsandbytes.
 
 `quantization_config` of config.json says how they are stored (`quantized_checkpoint`). A layer has several tensors: its
 numbers, their scales and perhaps zero points. `linear_layers` puts them together while a file is read. A number is
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.checkpoint.config import ModelError, shown
+from gpu.checkpoint.hf_files import parse_object
 from gpu.checkpoint.quantized_rows import MXFP4_DOUBLED, QuantizedRows, from_bfloat16, scaled_rows
 
 Array = NDArray[Any]
@@ -198,11 +199,18 @@ def _of_group(config: _Config, group: _Config) -> tuple[tuple[str, ...], Storage
     )
 
 
+def _bitsandbytes(config: _Config) -> QuantizedCheckpoint:
+    config.one_of("load_in_8bit", False)
+    config.one_of("bnb_4bit_quant_storage", "uint8")
+    return QuantizedCheckpoint(((("Linear",), Storage("bnb", 4)),))  # layers that are skipped have no scales
+
+
 _METHODS: dict[str, Callable[[_Config], QuantizedCheckpoint]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
 }
 
 
@@ -217,7 +225,11 @@ _KINDS = {
     "nvfp4": ("weight_packed", ("weight_scale",), ("weight_global_scale", "input_global_scale")),
     "gptq": ("qweight", ("scales",), ("qzeros", "g_idx")),
     "awq": ("qweight", ("scales",), ("qzeros",)),
+    "bnb": ("weight", ("weight.absmax",), ("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")),
 }
+BNB_STATE = ".quant_state.bitsandbytes__"  # a JSON object, after the name of the weight and before the type
+_KINDS["bnb"] = (*_KINDS["bnb"][:2], (*_KINDS["bnb"][2], f"weight{BNB_STATE}nf4", f"weight{BNB_STATE}fp4"))
+_MAX_STATE = 2**16  # bytes; it has some 200
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight outputs in a word
 
 
@@ -231,6 +243,8 @@ def linear_layers(
     waiting: dict[str, dict[str, Array]] = {}
     for name, array in found:
         layer, _, kind = name.rpartition(".")
+        if ".weight." in name:  # of bitsandbytes
+            layer, kind = name.split(".weight.", 1)[0], "weight." + name.split(".weight.", 1)[1]
         storage = checkpoint.storage_of(layer)
         members: set[str] = set()
         if storage is not None:
@@ -274,6 +288,8 @@ class QuantizedLayer:
         """Return the numbers, exactly: as blocks, or as float32 where no block holds them."""
         storage, tensors = self.storage, self.tensors
         rows, cols = self._whole_shape()
+        if storage.kind == "bnb":
+            return self._code_book(rows, cols)[self.rows]
         per_scale = storage.block[1] if storage.block else storage.group or cols
         if storage.kind in ("gptq", "awq"):
             scales = _floats(tensors["scales"]).T
@@ -323,9 +339,43 @@ class QuantizedLayer:
             return np.asarray((differences * scales[:, index])[self.rows], dtype=np.float32)
         return scaled_rows(differences.astype(np.int8), scales, per_scale)[self.rows]
 
+    def _code_book(self, rows: int, cols: int) -> NDArray[np.float32]:
+        """Return the numbers of bitsandbytes: entries of a table, the first in the higher bits, times a scale for each
+        block of the flattened matrix. With double quantization the scales are bytes: entries of a second table times
+        scales of their own, plus an offset."""
+        tensors, state = self.tensors, self._state()
+        if "weight.nested_absmax" not in tensors:
+            scales = self._of(np.float32, "weight.absmax").ravel()
+        else:
+            steps = np.repeat(_floats(tensors["weight.nested_absmax"]).ravel(), state["nested_blocksize"])
+            entries = _floats(tensors["weight.nested_quant_map"])[self._of(np.uint8, "weight.absmax").ravel()]
+            scales = entries * steps[: entries.size] + np.float32(state["nested_offset"])
+        packed = self._of(np.uint8, "weight").ravel()
+        numbers = _floats(tensors["weight.quant_map"])[np.stack([packed >> np.uint8(4), packed & np.uint8(15)], -1)]
+        each = np.repeat(scales, state["blocksize"])[: rows * cols]
+        return (numbers.ravel()[: rows * cols] * each).reshape(rows, cols)
+
+    def _state(self) -> dict[str, Any]:
+        """Return the sizes that bitsandbytes keeps with a weight. Raises `ModelError` if they are not allowed."""
+        name = next((name for name in self.tensors if BNB_STATE in name), None)
+        if name is None or "weight.quant_map" not in self.tensors:
+            raise ModelError(f"{self.name} has no quant_state or quant_map. Fetch the model's files anew.")
+        text = self._of(np.uint8, name).tobytes()[:_MAX_STATE].decode("utf-8", "replace")
+        state = parse_object(text, f"{self.name}.{name}")
+        sizes = [*shape, state.get("blocksize")] if isinstance(shape := state.get("shape"), list) else []
+        if "weight.nested_absmax" in self.tensors:
+            sizes.append(state.get("nested_blocksize"))
+            sizes += [1] if isinstance(state.get("nested_offset"), float) else [None]
+        if len(sizes) not in (3, 5) or not all(type(each) is int and 0 < each < 2**24 for each in sizes):
+            raise ModelError(f"{self.name}.{name} must have the shape and blocksize of a matrix, got {shown(text)}.")
+        return state
+
     def _whole_shape(self) -> tuple[int, int]:
         """Return outputs and inputs of the layer."""
         storage = self.storage
+        if storage.kind == "bnb":
+            rows, cols = self._state()["shape"]
+            return rows, cols
         numbers = self.tensors[_KINDS[storage.kind][0]].shape
         if len(numbers) != 2:
             raise ModelError(f"{self.name} has numbers of the shape {list(numbers)}, which is no matrix.")
@@ -339,7 +389,13 @@ class QuantizedLayer:
         storage, bits = self.storage, self.storage.bits
         per_row = -(-cols // storage.group) if storage.group else 1
         allowed: dict[str, tuple[tuple[int, ...], ...]]
-        if storage.kind in ("gptq", "awq"):
+        if storage.kind == "bnb":
+            state, half = self._state(), -(-rows * cols // 2)
+            count = -(-rows * cols // state["blocksize"])
+            allowed = {"weight": ((half, 1), (1, half)), "weight.absmax": ((count,),), "weight.quant_map": ((16,),)}
+            outer = (-(-count // state.get("nested_blocksize", 1)),)
+            allowed |= {"weight.nested_absmax": (outer,), "weight.nested_quant_map": ((256,),)}
+        elif storage.kind in ("gptq", "awq"):
             allowed = {"scales": ((per_row, rows),), "qzeros": ((per_row, rows * bits // 32),), "g_idx": ((cols,),)}
         else:
             scales: tuple[tuple[int, ...], ...] = ((rows, per_row),)

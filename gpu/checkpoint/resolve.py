@@ -35,6 +35,7 @@ def open_model(
     *,
     cache_dir: Path | None = None,
     load_format: str = "auto",
+    model_impl: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ModelFiles:
@@ -44,7 +45,8 @@ def open_model(
     optional ":quantization" or ":file.gguf" and an optional "@revision"; what exists on disk wins over the hub.
     `cache_dir` is where the embedded model is kept (`default_cache_dir()` if None); hub downloads go to Hugging Face's
     own cache (HF_HOME), which other tools share. `load_format` "dummy" makes random weights from `seed`; files of
-    weights need not exist.
+    weights need not exist. `model_impl` "transformers" or "headrace" chooses what computes the model; "auto" takes
+    transformers for one that has no record.
 
     Raises `ModelError` if the model cannot be found, fetched, read or run.
     """
@@ -52,11 +54,15 @@ def open_model(
         raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
     with_weights = load_format != "dummy"
     progress = progress or no_progress
-    files = _open(model, cache_dir or default_cache_dir(), with_weights=with_weights, progress=progress)
+    files = _open(model, cache_dir or default_cache_dir(), model_impl, with_weights=with_weights, progress=progress)
+    if model_impl == "transformers" and files.config.transformers_dir is None:
+        raise ModelError(
+            f"{model!r} is a GGUF file, and model_impl=transformers computes Hugging Face directories only."
+        )
     return replace(files, tensors=files.tensors if with_weights else None, seed=seed, progress=progress)
 
 
-def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress) -> ModelFiles:
+def _open(model: str, cache_dir: Path, model_impl: str, *, with_weights: bool, progress: Progress) -> ModelFiles:
     # Imported here, because the server answers before it needs them, and they take time to import.
     from gpu.checkpoint.gguf_model import open_gguf
     from gpu.checkpoint.hf_directory import open_hf_directory
@@ -66,7 +72,7 @@ def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress
         return replace(files, load_sampling=lambda: EMBEDDED_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():
-        return open_hf_directory(path, name=path.resolve().name, with_weights=with_weights)
+        return open_hf_directory(path, name=path.resolve().name, with_weights=with_weights, model_impl=model_impl)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return open_gguf(path, name=path.stem)
     if path.exists():
@@ -78,7 +84,7 @@ def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress
             *hub_id.group("repo", "tag", "revision"), with_weights=with_weights, progress=progress
         )
         if path.is_dir():
-            return open_hf_directory(path, name=name, with_weights=with_weights)
+            return open_hf_directory(path, name=name, with_weights=with_weights, model_impl=model_impl)
         return open_gguf(path, name=name)
     raise ModelError(f"There is no model {model!r}. {_WHAT_WORKS}")
 

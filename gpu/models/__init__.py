@@ -9,4 +9,5 @@ blocks            Attention, feed-forward network and experts of a transformer's
 decoder           The decoder-only transformer, built from a model's specification.
 communicators     Tensor ranks by torch.distributed, and tensors in shared memory.
 torch_model       `CausalLM` behind the runner's interface: numpy in, numpy out.
+transformers_model  Decoders that transformers implements, with paged attention.
 """

@@ -9,19 +9,33 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    ArceeConfig,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
+    OlmoConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from app.config.settings import Settings
@@ -40,7 +54,7 @@ from tests.selection import slow_except
 VOCAB = 271
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
-SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2}
+SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2, "bos_token_id": 1}
 GEMMA = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11}
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 OWN: dict[str, Any] = {"vocab_size": VOCAB}
@@ -63,7 +77,35 @@ CONFIGS = {
     "gpt-oss-window": GptOssConfig(**SHAPE, **EXPERTS, sliding_window=11, swiglu_limit=1.5, rope_parameters=YARN),
 }
 
-QUICK = ("llama", "gemma3", "qwen3-moe", "gpt-oss-window")
+# Models without a record, which transformers computes.
+TAIL: dict[str, Any] = {
+    "stablelm": StableLmConfig(**SHAPE, use_parallel_residual=True, qk_layernorm=True),
+    "cohere": CohereConfig(**SHAPE, use_qk_norm=True),
+    "cohere2-window": Cohere2Config(**SHAPE, sliding_window=11),
+    "gpt-neox": GPTNeoXConfig(**SHAPE | {"num_key_value_heads": 6}),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=512,
+        n_embd=48,
+        n_layer=3,
+        n_head=6,
+        initializer_range=0.2,
+        eos_token_id=2,
+        bos_token_id=1,
+    ),
+    "starcoder2-window": Starcoder2Config(**SHAPE, sliding_window=11),
+    "olmo": OlmoConfig(**SHAPE, clip_qkv=2.0),
+    "nemotron": NemotronConfig(**SHAPE),
+    "exaone4-window": Exaone4Config(**SHAPE, sliding_window=11, sliding_window_pattern=2),
+    "minimax-m2": MiniMaxM2Config(**SHAPE, **EXPERTS),
+    "hunyuan": HunYuanDenseV1Config(**SHAPE),
+    "ernie4.5": Ernie4_5Config(**SHAPE),
+    "seed-oss": SeedOssConfig(**SHAPE),
+    "arcee": ArceeConfig(**SHAPE),
+}
+CONFIGS |= TAIL
+
+QUICK = ("llama", "gemma3", "qwen3-moe", "gpt-oss-window", "cohere2-window")
 WITHOUT_WINDOWS = [name for name in CONFIGS if "window" not in name and "gemma" not in name]
 
 Pair = tuple[Oracle, EngineCore]
@@ -91,7 +133,9 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
         num_threads=1,
         target_inter_token_latency=60.0,  # so that no plan depends on the clock
     )
-    core = core_factory(settings, open_files(settings, None))()
+    files = open_files(settings, None)
+    assert (files.config.transformers_dir is not None) == (request.param in TAIL)
+    core = core_factory(settings, files)()
     yield Oracle(oracle), core
     core.shutdown()
 

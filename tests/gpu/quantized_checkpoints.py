@@ -5,6 +5,7 @@ Scales are plain ones, from the least to the largest weight: all that is wanted 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -196,6 +197,46 @@ def _nvfp4(weight: torch.Tensor) -> Written:
     return Written(tensors, (values[q.long()] * steps).flatten(1))
 
 
+# The code book of Dettmers et al., "QLoRA" (arXiv:2305.14314), appendix E, and that of bitsandbytes' fp4: numbers of
+# 2 bits of exponent and 1 of mantissa, over the largest of them.
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
+NF4 += [-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+NF4 += [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+FP4 = [sign * size / 12 for sign in (1, -1) for size in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+
+
+def bitsandbytes(kind: str, *, nested: bool, block: int = 64) -> Format:
+    """Blocks of the flattened matrix, which may run over the ends of rows. `nested`: scales in 8 bits."""
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": kind}
+    config |= {"bnb_4bit_use_double_quant": nested, "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None}
+    book = torch.tensor(NF4 if kind == "nf4" else FP4)
+
+    def write(weight: torch.Tensor) -> Written:
+        scales = torch.stack([part.abs().max() for part in weight.flatten().split(block)])
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
+        state |= {"shape": list(weight.shape)}
+        tensors = {"weight.absmax": scales, "weight.quant_map": book.clone()}
+        if nested:
+            table = torch.linspace(-1, 1, 256) ** 3
+            offset = scales.mean()
+            outer = torch.stack([part.abs().max() for part in (scales - offset).split(100)])
+            each = outer.repeat_interleave(100)[: len(scales)]
+            places = (((scales - offset) / each)[:, None] - table).abs().argmin(1)
+            state |= {"nested_blocksize": 100, "nested_dtype": "float32", "nested_offset": offset.item()}
+            tensors |= {"weight.absmax": places.to(torch.uint8), "weight.nested_absmax": outer}
+            tensors |= {"weight.nested_quant_map": table}
+            scales = table[places] * each + offset
+        each = scales.repeat_interleave(block)[: weight.numel()]
+        q = ((weight.flatten() / each)[:, None] - book).abs().argmin(1)
+        pairs = torch.nn.functional.pad(q, (0, q.numel() % 2)).to(torch.uint8).unflatten(0, (-1, 2))
+        tensors["weight"] = (pairs[:, 0] << 4 | pairs[:, 1])[:, None]
+        text = json.dumps(state).encode()
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return Written(tensors, (book[q] * each).view(weight.shape))
+
+    return Format(config, write)
+
+
 FORMATS: dict[str, Format] = {
     "FP8, per tensor, static": fp8("tensor"),
     "FP8, 128 x 128": fp8("block"),
@@ -217,6 +258,9 @@ FORMATS: dict[str, Format] = {
     "GPTQ 3 bits": gptq(3),
     "GPTQ 2 bits": gptq(2, 32),
     "GPTQ 8 bits": gptq(8),
+    "bitsandbytes nf4": bitsandbytes("nf4", nested=False),
+    "bitsandbytes nf4, nested": bitsandbytes("nf4", nested=True),
+    "bitsandbytes fp4, nested, blocks of 100": bitsandbytes("fp4", nested=True, block=100),
 }
 # Numbers that no form of the C++ library holds: it rounds them to bfloat16.
-ROUNDED = ("act-order", "GPTQ 8 bits", "W8A8, zero points")
+ROUNDED = ("act-order", "GPTQ 8 bits", "W8A8, zero points", "bitsandbytes")

@@ -221,6 +221,8 @@ FAMILIES |= {"Gemma3ForConditionalGeneration": GEMMA3, "Mistral3ForConditionalGe
 
 def spec_of(config: ModelConfig) -> architecture.DecoderSpec:
     """Return the specification of a model. Raises ModelError for an architecture that is not supported."""
+    if config.transformers_dir is not None:
+        return architecture.foreign_spec(config)
     if config.architecture not in FAMILIES:
         raise ModelError(f"Architecture {config.architecture!r} is not supported; supported are {', '.join(FAMILIES)}.")
     return FAMILIES[config.architecture].spec(config)

@@ -77,6 +77,14 @@ def test_a_flag_that_is_given_twice_is_refused(flags: list[str], capsys: pytest.
     assert "given twice" in capsys.readouterr().err
 
 
+def test_names_with_blanks_between_them_are_taken_after_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """As users of vLLM write them. Before the model, its name would be one of them."""
+    assert main(["config", "org/name", "--served-model-name", "a", "b", "--port", "1"]) == 0
+    assert 'served_model_name = ["a", "b"]' in capsys.readouterr().out
+    assert main(["config", "--served-model-name", "a", "org/name"]) == 1
+    assert "--served-model-name: name the model before it, or write commas" in capsys.readouterr().err
+
+
 def test_parsing_imports_neither_torch_nor_a_web_server() -> None:
     code = """
     import contextlib, sys

@@ -23,7 +23,7 @@ from tests.gpu.checkpoint.test_hf_directory import CONFIG
 from tests.gpu.checkpoint_files import TINY, random_weights
 from tests.gpu.cpu.test_matrices import stored
 from tests.gpu.native_builds import needs_library
-from tests.gpu.quantized_checkpoints import FORMATS, ROUNDED, Format, compressed, gptq
+from tests.gpu.quantized_checkpoints import FORMATS, ROUNDED, Format, bitsandbytes, compressed, gptq
 from tests.support.embedded_model import embedded_gguf
 
 SMALL: ModelConfig = replace(TINY, hidden_size=192, intermediate_size=320, num_attention_heads=3, num_key_value_heads=1)
@@ -112,7 +112,8 @@ def test_stored_zero_points_wrap_around(tmp_path: Path):
     [
         ({"quant_method": "fbgemm_fp8"}, "quant_method='fbgemm_fp8'"),
         ({"quant_method": "modelopt"}, "quant_method='modelopt'.*GGUF"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit=True"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"),
         ({"quant_method": "gptq", "bits": 5}, "bits=5"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "dynamic"),
@@ -144,4 +145,33 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path, name: str):
 
     write(tmp_path / "model", Format(form.config, damaged))
     with pytest.raises(ModelError, match=rf"_proj\.{name} has the shape"):
+        open_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "named"),
+    [
+        ("weight.absmax", lambda scales: scales[1:], "weight.absmax has the shape"),
+        ("weight", lambda weight: weight[1:], "_proj.weight has the shape"),
+        ("weight.nested_absmax", lambda scales: scales[1:], "nested_absmax has the shape"),
+        ("weight.quant_map", lambda _: None, "no quant_state or quant_map"),
+        ("weight.quant_state.bitsandbytes__nf4", lambda state: state[1:], "cannot be read"),
+        (
+            "weight.quant_state.bitsandbytes__nf4",
+            lambda _: torch.tensor([*b'{"shape": [0, 4]}']),
+            "must have the shape",
+        ),
+    ],
+)
+def test_damaged_layers_of_bitsandbytes_are_refused(tmp_path: Path, name: str, damage: Any, named: str):
+    form = bitsandbytes("nf4", nested=True)
+
+    def damaged(weight: torch.Tensor):
+        found = form.write(weight)
+        changed = damage(found.tensors[name])
+        kept = {key: tensor for key, tensor in found.tensors.items() if key != name}
+        return found._replace(tensors=kept if changed is None else kept | {name: changed.to(found.tensors[name].dtype)})
+
+    write(tmp_path / "model", Format(form.config, damaged))
+    with pytest.raises(ModelError, match=named):
         open_model(str(tmp_path / "model"))

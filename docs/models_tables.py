@@ -49,6 +49,7 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embe
 MODEL_SIZES: dict[str, dict[str, Any]] = {  # by family, where SIZES and the smallest allowed numbers make no model
     "GraniteMoeHybridForCausalLM": {"layer_types": ["full_attention"] * 4, "num_local_experts": 0},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "DeepseekV3ForCausalLM": {"num_experts": 16},
 }
 
 

@@ -50,6 +50,7 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {  # by family, where SIZES and the sma
     "GraniteMoeHybridForCausalLM": {"layer_types": ["full_attention"] * 4, "num_local_experts": 0},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "DeepseekV3ForCausalLM": {"num_experts": 16},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
 }
 
 

@@ -381,10 +381,11 @@ def _state_layers(
     """Return `layer_types`, with `LINEAR` for `name`; (): all layers have keys and values. Without `layer_types`, the
     layers of LFM2's `full_attn_idxs` have them, in other families every `full_attention_interval`-th."""
     every, kinds, full = fields.integer("full_attention_interval", 4), values.get("layer_types"), [*range(num_layers)]
+    given = values.get("full_attn_idxs") if name == "conv" else full[every - 1 :: every]
+    if given is not None and not (isinstance(given, list) and all(type(index) is int for index in given)):
+        raise ModelError(f"{source}: full_attn_idxs in config.json must be a list of layers, got {shown(given)}.")
     if kinds is None:
-        given = values.get("full_attn_idxs") if name == "conv" else full[every - 1 :: every]
-        full = full if given is None else given
-        kinds = [FULL if isinstance(full, list) and index in full else name for index in range(num_layers)]
+        kinds = [FULL if index in (full if given is None else given) else name for index in range(num_layers)]
     if isinstance(kinds, list):  # Granite 4's names, which transformers reads in all families
         kinds = [{"mamba": LINEAR, "attention": FULL}.get(str(kind), kind) for kind in kinds]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL} <= {*map(str, kinds)} <= {FULL, name}:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from gpu.checkpoint.architecture import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, StateSpec
 from gpu.models import layers
@@ -35,7 +35,7 @@ class StateMetadata:
 
     query_lens_list: list[int]  # [B]
     num_decodes: int
-    rows: torch.Tensor  # int64 [B], the slots of the requests' states
+    rows: Tensor  # int64 [B], the slots of the requests' states
     # Copies of states to keep, by request: (n, slot), the slot for the state after n of its tokens, n ascending.
     saves: Mapping[int, list[tuple[int, int]]]
 
@@ -53,9 +53,7 @@ class StateLayer(nn.Module):
         self.vectors = nn.ParameterList(place.parameter(*part.shape, dtype=torch.float32) for part in spec.vectors)
         self.out = layers.RowLinear(spec.out, place)
 
-    def forward(
-        self, hidden: torch.Tensor, _: layers.Rotation, metadata: StateMetadata, states: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, _: layers.Rotation, metadata: StateMetadata, states: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]. Advances the requests' rows of `states`, float32 [slots, numbers]."""
         mixed, gate, others = self._project(hidden)
         channels, size = mixed.shape[1], math.prod(self.spec.memory)
@@ -92,22 +90,20 @@ class StateLayer(nn.Module):
             start += length
         return self.out(self._finish(torch.cat(outputs), gate).to(hidden.dtype))
 
-    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Return the inputs of the convolution, float32 [T, channels], the gate, and more of each token."""
         raise NotImplementedError
 
-    def _advance(
-        self, memory: torch.Tensor, convolved: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, memory: Tensor, convolved: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of tokens and their memory: of one token each of B requests, [B, ...], or of consecutive
         tokens of the request with this memory."""
         raise NotImplementedError
 
-    def _finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _finish(self, output: Tensor, gate: Tensor) -> Tensor:
         """Return the inputs of the last matrix, [T, numbers]."""
         raise NotImplementedError
 
-    def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weight_slots(self) -> Iterator[tuple[str, Tensor]]:
         rows = [part.shape[0] for part in self.spec.conv]
         for part, weight in zip(self.spec.conv, self.conv.split(rows), strict=True):
             yield part.weight_name, weight
@@ -122,16 +118,14 @@ class ShortConv(StateLayer):
 
     spec: ShortConvSpec
 
-    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         b, c, x = self.projections(hidden).chunk(3, 1)
         return (b * x).float(), c, ()
 
-    def _advance(
-        self, memory: torch.Tensor, convolved: torch.Tensor, *_: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, memory: Tensor, convolved: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         return convolved, memory
 
-    def _finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _finish(self, output: Tensor, gate: Tensor) -> Tensor:
         return output * gate
 
 
@@ -140,14 +134,12 @@ class Mamba2(StateLayer):
 
     spec: Mamba2Spec
 
-    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         inner = self.spec.heads * self.spec.head_dim
         gate, mixed, step = self.projections(hidden).split((inner, self.conv.shape[0], self.spec.heads), 1)
         return mixed.float(), gate, (F.softplus(step.float() + self.vectors[0]),)
 
-    def _advance(
-        self, memory: torch.Tensor, convolved: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, memory: Tensor, convolved: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         spec, (step,) = self.spec, others
         _, a_log, d, _ = self.vectors
         of_groups = (spec.groups * spec.state_dim,) * 2
@@ -157,10 +149,11 @@ class Mamba2(StateLayer):
             each.unflatten(1, (spec.groups, -1)).repeat_interleave(spec.heads // spec.groups, 1)
             for each in (key, query)
         )
-        output, memory = advance(memory, query, key, x * step.unsqueeze(2), -a_log.exp() * step)
+        compute = delta_step if memory.ndim == 4 else delta_chunks
+        output, memory = compute(memory, query, key, x * step.unsqueeze(2), -a_log.exp() * step, None)
         return output + x * d.unsqueeze(1), memory
 
-    def _finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _finish(self, output: Tensor, gate: Tensor) -> Tensor:
         gated = (output.flatten(1) * F.silu(gate.float())).unflatten(1, (self.spec.groups, -1))
         return F.rms_norm(gated, gated.shape[2:], None, self.spec.norm.eps).flatten(1) * self.vectors[3]
 
@@ -170,7 +163,7 @@ class GatedDeltaNet(StateLayer):
 
     spec: GatedDeltaSpec
 
-    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         spec, projected = self.spec, self.projections(hidden)
         keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
         if spec.by_key_head:
@@ -186,9 +179,7 @@ class GatedDeltaNet(StateLayer):
         decay = -a_log.exp() * F.softplus(a.float() + dt_bias)  # g
         return mixed.float(), z.unflatten(1, (spec.value_heads, -1)), (decay, b.float().sigmoid())
 
-    def _advance(
-        self, memory: torch.Tensor, convolved: torch.Tensor, *others: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _advance(self, memory: Tensor, convolved: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         spec = self.spec
         keys = spec.key_heads * spec.key_dim
         query, key, value = F.silu(convolved).split((keys, keys, spec.value_heads * spec.value_dim), 1)
@@ -196,34 +187,22 @@ class GatedDeltaNet(StateLayer):
         query, key = (each * (each.square().sum(2, keepdim=True) + _EPS).rsqrt() for each in (query, key))
         query, key = (each.repeat_interleave(spec.value_heads // spec.key_heads, 1) for each in (query, key))
         value = value.unflatten(1, (spec.value_heads, -1))
-        return advance(memory, query * spec.key_dim**-0.5, key, value, *others)
+        compute = delta_step if memory.ndim == 4 else delta_chunks
+        return compute(memory, query * spec.key_dim**-0.5, key, value, *others)
 
-    def _finish(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _finish(self, output: Tensor, gate: Tensor) -> Tensor:
         normed = F.rms_norm(output, output.shape[2:], self.vectors[2], self.spec.norm.eps)
         return normed.mul_(F.silu(gate.float())).flatten(1)
 
 
-def advance(
-    memory: torch.Tensor,
-    query: torch.Tensor,  # [T, heads, key dim]
-    key: torch.Tensor,
-    value: torch.Tensor,  # [T, heads, value dim]
-    decay: torch.Tensor,  # [T, heads]
-    beta: torch.Tensor | None = None,  # [T, heads]; None: values are not corrected
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one token each of T requests, with memories [T, heads, key dim, value dim], or T consecutive tokens of
-    the request with the memory [heads, key dim, value dim]: the outputs [T, heads, value dim] and the next memory."""
-    return (delta_step if memory.ndim == 4 else delta_chunks)(memory, query, key, value, decay, beta)
-
-
 def delta_step(
-    state: torch.Tensor,  # [B, heads, key dim, value dim]
-    query: torch.Tensor,  # [B, heads, key dim]
-    key: torch.Tensor,
-    value: torch.Tensor,  # [B, heads, value dim]
-    decay: torch.Tensor,  # [B, heads]
-    beta: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    state: Tensor,  # [B, heads, key dim, value dim]
+    query: Tensor,  # [B, heads, key dim]
+    key: Tensor,
+    value: Tensor,  # [B, heads, value dim]
+    decay: Tensor,  # [B, heads]
+    beta: Tensor | None,  # None: values are not corrected
+) -> tuple[Tensor, Tensor]:
     """Compute one token each of B requests: the outputs [B, heads, value dim] and the next states."""
     state = state * decay.exp()[..., None, None]
     if beta is not None:
@@ -233,13 +212,13 @@ def delta_step(
 
 
 def delta_chunks(
-    state: torch.Tensor,  # [heads, key dim, value dim]
-    query: torch.Tensor,  # [T, heads, key dim]
-    key: torch.Tensor,
-    value: torch.Tensor,  # [T, heads, value dim]
-    decay: torch.Tensor,  # [T, heads]
-    beta: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    state: Tensor,  # [heads, key dim, value dim]
+    query: Tensor,  # [T, heads, key dim]
+    key: Tensor,
+    value: Tensor,  # [T, heads, value dim]
+    decay: Tensor,  # [T, heads]
+    beta: Tensor | None,  # None: values are not corrected
+) -> tuple[Tensor, Tensor]:
     """Compute T consecutive tokens of a request: the outputs [T, heads, value dim] and the next state."""
     outputs = []
     given = (query, key, value, decay, decay if beta is None else beta)

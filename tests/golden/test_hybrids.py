@@ -10,7 +10,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import GraniteMoeHybridConfig, Lfm2Config, Qwen3_5Config, Qwen3_5MoeConfig, Qwen3NextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3NextConfig,
+)
 
 from app.config.settings import Settings
 from app.serving.loading import core_factory, open_files
@@ -89,6 +96,18 @@ MODELS: dict[str, tuple[type[transformers.PreTrainedModel], Any]] = {
             conv_bias=True,
             conv_L_cache=4,
             tie_word_embeddings=False,
+        ),
+    ),
+    "lfm2-moe": (
+        transformers.Lfm2MoeForCausalLM,
+        Lfm2MoeConfig(
+            **SIZES,
+            layer_types=["conv", "full_attention", "conv", "conv"],
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            num_dense_layers=1,
+            routed_scaling_factor=1.5,
         ),
     ),
     "granite4-hybrid": (

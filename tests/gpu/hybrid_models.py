@@ -6,6 +6,7 @@ from typing import Any
 from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -30,6 +31,14 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
     "qwen3-next": Qwen3NextConfig(**SHAPE, **DELTA, **EXPERTS, mlp_only_layers=[1]),
     "qwen3.5": Qwen3_5TextConfig(**SHAPE, **DELTA),
     "lfm2": Lfm2Config(**SHAPE, block_multiple_of=16, layer_types=["conv", FULL, "conv", "conv"]),
+    "lfm2-moe": Lfm2MoeConfig(
+        **SHAPE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+        layer_types=["conv", FULL, "conv", "conv"],
+    ),
     "granite4-hybrid": GraniteMoeHybridConfig(
         **SHAPE | MULTIPLIERS,
         num_local_experts=6,
@@ -72,6 +81,9 @@ VALUES: dict[str, list[Any]] = {
     "block_multiple_of": [1, 16, 32, 7, 0, None],
     "block_ffn_dim_multiplier": [1.0, 1, 1.5, None, -1.0],
     "block_auto_adjust_ff_dim": [True, False, None],
+    "num_dense_layers": [0, 1, 2, 9, None],
+    "use_expert_bias": [True, False, None],
+    "routed_scaling_factor": [1.0, 2.5, None],
     "mamba_n_heads": [4, 8, 16, 7, None],
     "mamba_n_groups": [1, 2, 4, 3, None],
     "mamba_d_head": ["auto", 16, 8, None],

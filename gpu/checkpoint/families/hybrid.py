@@ -86,6 +86,50 @@ LFM2 = architecture.Architecture(
 )
 
 
+# LFM2 with experts in all layers but the first. Its router is DeepSeek V3's without groups.
+def _lfm2_moe_values(values: dict[str, Any]) -> dict[str, Any]:
+    kinds, inner = values.get("layer_types") or [], values.get("intermediate_size", 7168)
+    return _lfm2_values(values) | {"layer_types": kinds, "full_attn_idxs": None, "intermediate_size": inner}
+
+
+def _lfm2_moe_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
+    layer, numbers = _lfm2_layer(config, index), config.numbers
+    if index < numbers["num_dense_layers"]:
+        return layer
+    experts = architecture.mixture_of_experts(
+        config,
+        index,
+        router="feed_forward.gate",
+        networks=("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3", "feed_forward.experts.{}.w2"),
+        inner=int(numbers["moe_intermediate_size"]),
+        normalized=bool(numbers["norm_topk_prob"]),
+    )
+    bias = _part(index, "feed_forward.expert_bias", "exp_probs_b.bias", config.num_experts, suffix="")
+    scale = float(numbers["routed_scaling_factor"])
+    grouped = architecture.GroupedMoESpec(**vars(experts), correction=bias, num_groups=1, top_groups=1, scale=scale)
+    return replace(layer, feed_forward=grouped)
+
+
+LFM2_MOE = replace(
+    LFM2,
+    name="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    gguf=None,
+    allowed_values={**architecture.LLAMA_VALUES, "use_expert_bias": (True, None)},
+    numbers={
+        **{name: LFM2.numbers[name] for name in ("conv_L_cache", "conv_bias")},
+        "num_experts": replace(EXPERTS, default=32),
+        "num_experts_per_tok": replace(EXPERTS_PER_TOKEN, default=4),
+        "moe_intermediate_size": replace(FIELDS["intermediate_size"], default=1792),
+        "num_dense_layers": HeaderField(int, 0, 2**10, "layers", default=2),
+        "norm_topk_prob": replace(FLAG, default=True),
+        "routed_scaling_factor": HeaderField(float, 1e-6, 1e6, "times", default=1.0),
+    },
+    prepare=_lfm2_moe_values,
+    layer=_lfm2_moe_layer,
+)
+
+
 # Granite 4: Mamba 2, or attention mostly without positions; a network for all tokens, and experts in some models.
 def _granite_4_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with this project's keys."""

@@ -92,7 +92,8 @@ def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name: str):
     ("values", "changes", "named"),
     [
         (LFM2, {"full_attn_idxs": []}, "layer_types"),
-        (LFM2, {"full_attn_idxs": 3}, "layer_types"),
+        (LFM2, {"full_attn_idxs": 3}, "full_attn_idxs"),
+        (LFM2, {"full_attn_idxs": 3, "layer_types": 4 * ["conv", "full_attention"]}, "full_attn_idxs"),
         (LFM2, {"layer_types": 4 * ["linear_attention", "full_attention"]}, "layer_types"),
         (LFM2, {"conv_L_cache": 1}, "conv_L_cache"),
         (LFM2, {"norm_eps": None}, "rms_norm_eps"),

@@ -357,16 +357,17 @@ class QuantizedLayer:
 
     def _state(self) -> dict[str, Any]:
         """Return the sizes that bitsandbytes keeps with a weight. Raises `ModelError` if they are not allowed."""
+        nested = "weight.nested_absmax" in self.tensors
+        needed = {"weight.quant_map"} | ({"weight.nested_quant_map"} if nested else set())
         name = next((name for name in self.tensors if BNB_STATE in name), None)
-        if name is None or "weight.quant_map" not in self.tensors:
-            raise ModelError(f"{self.name} has no quant_state or quant_map. Fetch the model's files anew.")
+        if name is None or not needed <= self.tensors.keys():
+            raise ModelError(f"{self.name} lacks its quant_state or a quant_map. Fetch the model's files anew.")
         text = self._of(np.uint8, name).tobytes()[:_MAX_STATE].decode("utf-8", "replace")
         state = parse_object(text, f"{self.name}.{name}")
-        sizes = [*shape, state.get("blocksize")] if isinstance(shape := state.get("shape"), list) else []
-        if "weight.nested_absmax" in self.tensors:
-            sizes.append(state.get("nested_blocksize"))
-            sizes += [1] if isinstance(state.get("nested_offset"), float) else [None]
-        if len(sizes) not in (3, 5) or not all(type(each) is int and 0 < each < 2**24 for each in sizes):
+        shape = state.get("shape") if isinstance(state.get("shape"), list) else []
+        sizes = [*shape, *(state.get(key) for key in ("blocksize", "nested_blocksize")[: 1 + nested])]
+        is_offset = not nested or isinstance(state.get("nested_offset"), float)
+        if len(shape) != 2 or not is_offset or not all(type(each) is int and 0 < each < 2**24 for each in sizes):
             raise ModelError(f"{self.name}.{name} must have the shape and blocksize of a matrix, got {shown(text)}.")
         return state
 

@@ -96,8 +96,6 @@ def _refusals(config: Any, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is known to be wrong with paged keys and values, or not read."""
     if values.get("quantization_config"):
         yield f"quantization_config={shown(values['quantization_config'])}"
-    if getattr(config, "is_encoder_decoder", False):
-        yield "is_encoder_decoder=true"
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in (FULL, SLIDING):
             yield f"{kind!r} of layer_types"

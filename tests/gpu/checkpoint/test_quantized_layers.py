@@ -154,11 +154,17 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path, name: str):
         ("weight.absmax", lambda scales: scales[1:], "weight.absmax has the shape"),
         ("weight", lambda weight: weight[1:], "_proj.weight has the shape"),
         ("weight.nested_absmax", lambda scales: scales[1:], "nested_absmax has the shape"),
-        ("weight.quant_map", lambda _: None, "no quant_state or quant_map"),
+        ("weight.quant_map", lambda _: None, "lacks its quant_state or a quant_map"),
+        ("weight.nested_quant_map", lambda _: None, "lacks its quant_state or a quant_map"),
         ("weight.quant_state.bitsandbytes__nf4", lambda state: state[1:], "cannot be read"),
         (
             "weight.quant_state.bitsandbytes__nf4",
             lambda _: torch.tensor([*b'{"shape": [0, 4]}']),
+            "must have the shape",
+        ),
+        (
+            "weight.quant_state.bitsandbytes__nf4",
+            lambda _: torch.tensor([*b'{"shape": [2, 2, 2, 2], "blocksize": 64, "nested_blocksize": 256}']),
             "must have the shape",
         ),
     ],

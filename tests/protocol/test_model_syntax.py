@@ -10,6 +10,7 @@ import pytest
 from engine.messages import SPECIAL_MARK
 from protocol.chat_template import CHATML, ChatTemplate, segments_text
 from protocol.syntax.grammars import json_schema
+from protocol.syntax.history import content_text
 from protocol.syntax.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
 from protocol.syntax.model_syntax import ModelSyntax
 from protocol.tools.kinds import Function, ToolUse
@@ -301,6 +302,40 @@ def test_reasoning_of_earlier_turns_is_given_where_the_template_looks_for_it(tho
     turn = {"role": "assistant", "content": "Rain.", "reasoning": "I guess.", "reasoning_content": "I guess."}
     messages, _ = ModelSyntax(template, {}).for_template([CONVERSATION[0], turn], None)
     assert segments_text(template.render(messages)) == "Weather?I guess.Rain.</think>"
+    assert content_text(messages[-1]["content"]).endswith("Rain.")
+
+
+def test_arguments_that_are_no_json_become_an_object_for_templates_that_need_one():
+    items = "{% for k, v in call.function.arguments.items() %}{{ k }}: {{ v }}{% endfor %}"
+    template = ChatTemplate(
+        f"<tool_call>{MESSAGES}{{{{ call.function.name }}}} {items}{{% endfor %}}{{% endfor %}}", {}
+    )
+    broken = {**CALL, "function": {"name": "weather", "arguments": "no JSON"}}
+    messages, _ = ModelSyntax(template, {}).for_template(
+        [CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": [broken]}], None
+    )
+    assert "weather input: no JSON" in segments_text(template.render(messages))
+
+
+@pytest.mark.parametrize(
+    ("refuses", "roles"),
+    [
+        ("loop.index0 and m.role == 'system'", ["system", "user", "assistant", "user", "user"]),
+        ("loop.previtem and m.role in ('system', loop.previtem.role)", ["system", "user", "assistant", "user"]),
+        ("false", ["system", "system", "user", "assistant", "system", "user"]),
+    ],
+)
+def test_system_messages_after_the_first_are_shown_where_the_template_can(refuses, roles):
+    template = ChatTemplate(
+        "{% for m in messages %}{% if " + refuses + " %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }};{% endfor %}",
+        {},
+    )
+    given = ["system a", "system b", "user c", "assistant d", "system e", "user f"]
+    conversation = [dict(zip(("role", "content"), each.split(), strict=True)) for each in given]
+    messages, _ = ModelSyntax(template, {}).for_template(conversation, None)
+    assert [message["role"] for message in messages] == roles
+    assert sorted(segments_text(template.render(messages)).replace(";", " ").split()) == [*"abcdef"]
 
 
 def test_results_follow_their_calls_where_a_message_has_one_call():

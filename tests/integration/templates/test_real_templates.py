@@ -138,6 +138,29 @@ def test_every_call_result_and_text_of_a_history_is_in_the_prompt(name: str) -> 
     assert {word for word in WORDS if word not in text} == LOST.get(name, set())
 
 
+ROUGH: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "system", "content": "Use metric units."},
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [harmony.call("call_0123456789abcdef01234567", "get_weather")]},
+    {"role": "tool", "content": "No JSON.", "tool_call_id": "call_0123456789abcdef01234567"},
+    {"role": "assistant", "content": "I am sorry."},
+    {"role": "system", "content": "It is noon."},
+    {"role": "user", "content": "Again?"},
+]
+ROUGH[3]["tool_calls"][0]["function"]["arguments"] = "city is Ulm"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+def test_arguments_that_are_no_json_and_later_system_messages_are_in_the_prompt(name: str) -> None:
+    chat_template = template(name)
+    syntax = ModelSyntax(chat_template, {}, name=name)
+    messages, tools = syntax.for_template(ROUGH, ToolUse(functions=(WEATHER, TIME)))
+    text = segments_text(chat_template.render(messages, tools=tools))
+    words = [each["content"] for each in ROUGH if each["content"]] + ["get_weather", "city is Ulm"]
+    assert [word for word in words if word not in text] == []
+
+
 WITH_THOUGHTS = [name for name in NAMES if re.search(r"reasoning_content|message\.thinking|'thinking'", source(name))]
 
 

@@ -5,6 +5,7 @@ It is pure bookkeeping on the engine's thread, without a clock, threads or a dev
 In reading order:
 
 request           The live state of one request: tokens, progress, status and block table.
+steps             The plan under construction, and plans in flight.
 block_pool        KV blocks: reference counts, the free list, and the index by hash.
 checkpoints       Copies of the states of models that have them.
 tiers             Prefixes outside the KV cache: their loading and storing.
@@ -12,6 +13,5 @@ kv_cache_manager  Allocation and sharing of blocks, and the events of the prefix
 waiting_queue     Requests that wait for a running slot, and fair shares of tenants.
 request_table     All live requests, their transitions and their deadlines.
 admission         The start of waiting requests, and preemption.
-steps             The plan under construction, and plans in flight.
 scheduler         `Scheduler.schedule` and `Scheduler.update`.
 """

@@ -240,7 +240,7 @@ def _complete_granite_4(file: GGUFFile, sizes: dict[str, Any], own: dict[str, in
         check_field(field, file.metadata.get(key), key=f"metadata {key}", source=file.path.name) for key in keys
     )
     sizes["intermediate_size"], own["mamba_expand"] = shared, inner // sizes["hidden_size"]
-    own["num_experts"] = file.get(f"{architecture}.expert_count", int, 0)
+    own["num_experts"] = file.get(f"{architecture}.expert_count", int) or 0
 
 
 def _state_layers(file: GGUFFile, key: str, num_layers: int) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from engine.core.core import EngineCore
 from engine.errors import ConfigError
 from engine.messages import EngineCoreRequest
 from tests.engine.helpers import byte_level_tokenizer
-from tests.golden.driving import Story, drive, fresh_core, plans_of
+from tests.golden.driving import RecordedExecutor, Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
 from tests.golden.test_small_models import BLOCK_SIZE, VOCAB, Pair, ask, prompt
 
@@ -327,4 +327,5 @@ def test_two_ranks_with_a_part_of_each_state(directory):
     assert story.num_cached_tokens("branch") == 32
     assert_agrees(oracle, story, branch)
     everything_at_once(oracle, fresh_core(core, num_blocks=60, max_num_batched_tokens=20))
+    assert isinstance(core.executor, RecordedExecutor)
     core.executor._executor.shutdown()

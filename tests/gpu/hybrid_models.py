@@ -21,7 +21,7 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,

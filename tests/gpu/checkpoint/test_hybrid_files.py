@@ -30,7 +30,7 @@ def read(values: dict[str, Any], name: str = "Qwen3NextForCausalLM", **changes: 
 
 
 NEXT = Qwen3NextConfig(**SIZES, **EXPERTS).to_dict()
-CONV = {"conv_L_cache": 3, "intermediate_size": 12288, "full_attn_idxs": [1, 5]}
+CONV: dict[str, Any] = {"conv_L_cache": 3, "intermediate_size": 12288, "full_attn_idxs": [1, 5]}
 LFM2 = Lfm2Config(**SIZES, **CONV).to_dict() | {"layer_types": None}
 GRANITE = GraniteMoeHybridConfig(**SIZES, mamba_n_heads=8, layer_types=4 * ["mamba", "attention"]).to_dict()
 

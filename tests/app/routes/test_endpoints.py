@@ -242,6 +242,7 @@ def test_server_info_has_no_paths_and_no_secrets(governed: Server) -> None:
     assert info["models"] == [NAME]
     assert (info["max_model_len"], info["vocab_size"], info["embedding_size"]) == (8192, 49152, 32)
     assert info["settings"]["max_num_seqs"] == 16
+    assert info["computes"].startswith("cpu, ")
     assert info["is_batch_invariant"] == (load_library() is not None), "who computes comes from the engine's process"
     for secret in ("client", "admin", "/tmp", "headrace-tiny"):
         assert secret not in answer.text

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.arcee import modeling_arcee
 
 from app.config.settings import Settings
 from app.serving.loading import core_factory, open_files
@@ -178,7 +179,7 @@ def test_tensors_that_are_missing_or_left_over_are_refused_and_pickles_never_ope
 
 def test_a_model_that_mixes_the_tokens_of_a_step_is_refused(arcee: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a convolution would, of which the attention function sees nothing."""
-    network = transformers.models.arcee.modeling_arcee.ArceeMLP
+    network = modeling_arcee.ArceeMLP
     forward = network.forward
     monkeypatch.setattr(network, "forward", lambda self, hidden: forward(self, hidden) + 0.5 * hidden.roll(1, dims=-2))
     with pytest.raises(ModelError, match="% off in chunks: it keeps a state, or needs to see a request as a whole"):

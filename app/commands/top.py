@@ -83,7 +83,7 @@ class Look:
 
 
 class Watcher:
-    """Reads one server's state; each engine step is in one `Look` only."""
+    """Polls the state of one server. Each `Look` (a snapshot) has the engine steps since the one before it."""
 
     def __init__(self, url: str, api_key: str | None, admin_key: str | None) -> None:
         self.url = url

@@ -298,9 +298,11 @@ class Settings(BaseSettings):
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     state_checkpoint_interval: int = Field(
-        1024, description="Tokens between two copies of a state, in models with linear attention.", ge=1, le=2**24
+        1024, description="Tokens between two checkpoints of a state, in models with linear attention.", ge=1, le=2**24
     )
-    state_checkpoint_share: float = Field(0.2, description="Share of KV memory for copies of states.", ge=0, le=0.9)
+    state_checkpoint_share: float = Field(
+        0.2, description="Share of KV memory for checkpoints of states, in models with linear attention.", ge=0, le=0.9
+    )
     num_threads: int | None = Field(
         None,
         description="Threads for computing on a CPU, per engine; on CUDA, up to 8 of them compile kernels at the "

@@ -283,7 +283,7 @@ Simulate = Callable[[float, int], Mapping[str, Any]]  # from a rate and a seed t
 
 
 def parse_sweeps(given: Sequence[str]) -> list[dict[str, str]]:
-    """Parse `max_num_seqs=8,16` and others like it to all combinations. Raises SettingsError."""
+    """Parse values of --sweep (`max_num_seqs=8,16`) and return every combination of settings. Raises SettingsError."""
     axes: dict[str, list[str]] = {}
     for text in given:
         name, found, values = text.partition("=")

@@ -49,7 +49,7 @@ class Checkpoints:
         self._planned: deque[dict[str, list[tuple[int, int]]]] = deque()  # of every step in flight, oldest first
 
     def report(self, events: EngineCoreOutputs, num_steps: int) -> None:
-        """Add the number of checkpoints, and what they have been good for."""
+        """Add the number of checkpoints, their bytes and their hits to the stats."""
         count = len(self._slots)
         events.stats.checkpoints = CheckpointStats(count, count * self._state_bytes, self._num_hits)
 
@@ -70,8 +70,8 @@ class Checkpoints:
     def plan(
         self, requests: Mapping[str, Request], num_tokens: Mapping[str, int], in_flight: Mapping[str, int]
     ) -> dict[str, list[tuple[int, int]]]:
-        """Choose the copies of a step that computes so many tokens of each request, after those in flight: positions
-        and slots."""
+        """Return the checkpoints to write in a step, by request id: pairs of a position and a slot. The step computes
+        `num_tokens` of each request, after its tokens `in_flight`."""
         planned: dict[str, list[tuple[int, int]]] = {}
         for request_id, count in num_tokens.items() if self.num_slots else ():
             request = requests[request_id]
@@ -148,7 +148,7 @@ class Checkpoints:
         """Raise AssertionError unless every slot is free, found under one name, or planned for one copy."""
         planned = [slot for step in self._planned for copies in step.values() for _, slot in copies]
         if sorted([*self._free, *self._slots.values(), *planned]) != list(range(self.num_slots)):
-            raise AssertionError("the checkpoints that are free, kept and planned are not all there are, each once")
+            raise AssertionError("every slot must be exactly one of free, kept and planned")
 
 
 class StepsWithCopies(StepsInFlight):

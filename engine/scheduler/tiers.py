@@ -106,8 +106,8 @@ class Tiers:
     # --- loading
 
     def begin(self, request: Request, prefix: list[int]) -> bool:
-        """Load the chunks in the tier that continue a waiting request's cached prefix, once per request, or join a load
-        with the same beginning. Return True if the request now waits for a load."""
+        """Start to load the chunks that follow a waiting request's cached prefix, if the tier has them. A request joins
+        a load in progress that starts with the same block. Return True if the request now waits for a load."""
         if request.asked_tiers or not request.reads_prefix_cache or self._now < self._pause_until:
             return False
         request.asked_tiers = True

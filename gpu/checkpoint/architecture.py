@@ -462,7 +462,7 @@ class Architecture:
     rope_types: Mapping[str, str] = field(default_factory=dict)  # other names of scalings in config.json
     query_scaling: bool = False  # queries grow with their positions: `RopeScaling.query_beta`
     no_rope_interval: int = 0  # by default, every n-th layer has no positions; 0: all have
-    state_layers: str = ""  # how config.json calls layers with a state (`StateSpec`); "": there are none
+    state_layers: str = ""  # what config.json calls layers with a state (`StateSpec`); "": there are none
     full_layers: int = 0  # by default, every n-th layer has no window; 0: all have one
     # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
     window_keys: frozenset[str] = frozenset()

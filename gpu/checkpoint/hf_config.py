@@ -211,7 +211,9 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
             if architecture.endswith("ForConditionalGeneration") and isinstance(text, dict) and "model_type" in text:
                 kind, by_type = text["model_type"], {each.model_type: each for each in FAMILIES.values()}
                 if kind not in by_type:
-                    raise ModelError(f"{source}: {architecture} of a text model {shown(kind)} is not supported.")
+                    raise ModelError(
+                        f"{source}: {architecture} with text_config.model_type={shown(kind)} is not supported."
+                    )
                 family = by_type[kind]
             if model_type != family.model_type and model_type in {each.model_type for each in FAMILIES.values()}:
                 raise ModelError(

@@ -138,8 +138,8 @@ def check_steps(tokenizer: dict[str, Any], source: str) -> None:
                 growth *= _growth(step, source)
                 if growth > _MAX_GROWTH:
                     raise ModelError(
-                        f"{source}: the {section} makes texts up to {growth:,.0f} times as long with its step "
-                        f"{step['type']}; up to {_MAX_GROWTH} times are allowed for all steps."
+                        f"{source}: the tokenizer's steps up to {section} step {step['type']} can make a text "
+                        f"{growth:,.0f} times as long; the limit is {_MAX_GROWTH} times."
                     )
     _check_model(tokenizer.get("model"), source)
     added = tokenizer.get("added_tokens") or []

@@ -63,7 +63,7 @@ class CacheSize(msgspec.Struct, tag=True, array_like=True):
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
-    """A plan to run. If it has masks, they follow. Steps are numbered from 1."""
+    """The plan of one step, to run. Its token masks, if any, come later in `Masks`. Steps are numbered from 1."""
 
     number: int
     plan: SchedulerOutput

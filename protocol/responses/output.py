@@ -302,7 +302,7 @@ class ResponseStreamWriter:
 
 
 class ResponseBodyWriter(ResponseStreamWriter):
-    """Writes the whole response: events are made and not sent."""
+    """Writes the response as one JSON body, for requests without `stream`. It drops the stream's events."""
 
     def body(self) -> bytes:
         return orjson.dumps(self._finish_response()[1])

@@ -51,7 +51,7 @@ class JsonScanner:
 
     @property
     def is_broken(self) -> bool:
-        """True if the text is no JSON value."""
+        """True once no continuation of the text is a JSON value, or it is nested too deep."""
         return self._expect is _Expect.BROKEN
 
     def scan(self, text: str, start: int = 0) -> int:

@@ -1,11 +1,13 @@
-"""The served model's syntax: the record that its chat template or the operator has chosen, applied to requests.
+"""How the served model writes tool calls and reasoning (its syntax), applied to requests. The `Syntax` is recognized
+from the chat template or set by the operator (`tool_parser`).
 
-Everything that depends on the family goes through here: what the template gets, the grammar, which special tokens are
-text, and how answers are read.
+Everything that differs between model families goes through here: the messages and tools passed to the template, the
+grammar, the special tokens that are kept in the text, and the parsing of answers.
 
-A template that shows the request's tools gets them. If its syntax is unknown, the model's calls stay text: nothing is
-guessed. For a template that does not show tools, the system message describes them in the template's syntax. If that is
-unknown, or a call is demanded of a model with an unknown syntax, the server teaches a syntax (`DESCRIBED`).
+Tools are passed to a template that renders them; if its syntax is unknown, calls are returned as plain text, without
+guessing. If the template does not render tools, the system message describes them in the known syntax. In two cases the
+system message teaches the server's own syntax (`DESCRIBED`): the template renders no tools and its syntax is unknown,
+or a call is required and the syntax is unknown.
 """
 
 from __future__ import annotations

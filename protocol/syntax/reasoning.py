@@ -120,7 +120,7 @@ class Padding:
         return before + kept
 
     def take(self) -> str:
-        """Return the white space that was held back, once."""
+        """Return the white space that is held back, and hold it no longer."""
         held, self._held = "".join(self._held), []
         return held
 

@@ -119,8 +119,9 @@ def _complete(config: ModelConfig, values: Mapping[str, Any], source: str, *, be
     size, rest = divmod(config.num_experts, groups)
     if rest or size < best or chosen > groups or per_token > chosen * size:
         raise ModelError(
-            f"{source}: n_group ({groups}) must divide the {config.num_experts} experts into groups of at least {best},"
-            f" and topk_group ({chosen}) of them must have num_experts_per_tok ({per_token}) experts."
+            f"{source}: n_group ({groups}) must divide the {config.num_experts} experts into equal groups of at least "
+            f"{best}; topk_group ({chosen}) must be at most n_group, and so many groups must have at least "
+            f"num_experts_per_tok ({per_token}) experts."
         )
     return replace(config, qk_norm=bool(numbers.get("use_qk_norm", False)))
 

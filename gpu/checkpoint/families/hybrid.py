@@ -18,7 +18,7 @@ def _part(index: int, name: str, gguf: str, *shape: int, **more: Any) -> archite
     return architecture.Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", shape, **more)
 
 
-# LFM2. Its files have several names for one fact.
+# LFM2. Its files name some sizes in several ways.
 def _lfm2_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with this project's keys. transformers makes networks smaller than the file says."""
     inner = values.get("block_ff_dim", values.get("intermediate_size", 12288))
@@ -140,7 +140,7 @@ def _granite_4_values(values: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": values.get("shared_intermediate_size", 1024),
         "moe_intermediate_size": values.get("intermediate_size", 11008),
         "mamba_d_head": 0 if head == "auto" else head,
-        "layer_types": [] if kinds is None else kinds,  # all Mamba, which is refused
+        "layer_types": [] if kinds is None else kinds,  # missing: all layers are Mamba, which is refused
     }
 
 

@@ -7,9 +7,8 @@ A block is in exactly one of three states:
     free    ref_count = 0, in the free list, content worthless
 
 The content of an owned block may be in the index too (a running request shares its prefix). Allocation takes the head
-of the free list: free blocks and cached ones that are unlikely to be reused come first, then the other cached ones, the
-least recently used first. A cached block that `keep` marked goes back to the end of the list when it first reaches the
-head. All operations are O(1) per block, amortized.
+of the free list: free blocks and those unlikely to be reused, then cached ones, the least recently used first. A block
+that `keep` marked goes to the end of the list when it first reaches the head. All operations are O(1), amortized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the served model writes tool calls and reasoning (its syntax), applied to requests. The `Syntax` is recognized
+"""The syntax in which the served model writes tool calls and reasoning, applied to requests. The `Syntax` is recognized
 from the chat template or set by the operator (`tool_parser`).
 
 Everything that differs between model families goes through here: the messages and tools passed to the template, the

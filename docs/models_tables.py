@@ -23,7 +23,7 @@ from gpu.checkpoint.config import HeaderField
 from gpu.checkpoint.families.table import FAMILIES, spec_of
 from gpu.checkpoint.gguf_tokenizer import _PRE_TOKENIZERS
 from gpu.checkpoint.hf_config import config_from_hf
-from gpu.checkpoint.quantized_layers import linear_layers, quantized_checkpoint
+from gpu.checkpoint.quantized_layers import QuantizedLayer, linear_layers, quantized_checkpoint
 from gpu.checkpoint.quantized_rows import TENSOR_TYPES, QuantizedRows
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import load_library
@@ -106,12 +106,19 @@ def tensor_types() -> Iterable[Cells]:
 
 
 def formats() -> Iterable[Cells]:
-    yield "format", "on the CPU", "form", "bits there", "perplexity"
+    yield "format", "on the CPU", "form", "bits there", "on CUDA", "perplexity"
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     for name, form in FORMATS.items():
         tensors = {f"mlp.up_proj.{kind}": _numbers(tensor) for kind, tensor in form.write(weight).tensors.items()}
         [(_, layer)] = linear_layers(tensors.items(), quantized_checkpoint(form.config, name), tensors, name)
-        yield name, *_stored(layer.read(), ""), ByHand("-")
+        yield name, *_stored(layer.read(), ""), _on_cuda(layer), ByHand("-")
+
+
+def _on_cuda(layer: QuantizedLayer) -> str:
+    rows = layer.packed()
+    if rows is None or rows.fields() is None:
+        return "`dtype`"
+    return f"{rows.bits} bits" if rows.bits else "FP8"
 
 
 def _numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -152,7 +159,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "8 bits": {"load_in_8bit": True},
         "packed in other types than bytes": {"bnb_4bit_quant_storage": "bfloat16"},
     },
-    "modelopt": {"FP8": {"quant_algo": "FP8"}, "NVFP4": {"quant_algo": "NVFP4"}},
+    "modelopt": {"other algorithms": {"quant_algo": "W4A8_AWQ"}},
     "fbgemm_fp8": {"": {}},
     "torchao": {"": {}},
     "hqq": {"": {}},

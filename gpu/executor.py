@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, EngineDead
@@ -47,6 +48,10 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
     `Worker`'s arguments for one of several ranks."""
     device = resolve_device(options.device)
     spec = rank_spec(files.config, options, device, layout)
+    if files.quantized is not None and device != "cpu":
+        from gpu.models.torch_model import resolve_dtype
+
+        spec = replace(spec, keeps_packed=resolve_dtype(options.dtype, files.config, device).itemsize == 2)
     ranks |= {"spec": spec, "progress": files.progress}
     if options.quantization != "none":
         quantization = Quantization(options.quantization, files.config)

@@ -89,7 +89,7 @@ def check_memory(num_bytes: int, free: int, setting: str = "kv_cache_memory", wh
 def kv_cache_size(
     config: ModelConfig,
     *,
-    element_size: int,
+    element_size: float,
     block_size: int,
     tokens_held: int | None = None,
     max_num_seqs: int,
@@ -113,7 +113,7 @@ def kv_cache_size(
     spec = spec or spec_of(config)
     layout = kv_layout(config, spec)
     heads = next(layer.attention.heads for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
-    bytes_per_block = layout.num_slots * heads.cached * element_size * (tokens_held or block_size)
+    bytes_per_block = layout.num_slots * round(heads.cached * element_size) * (tokens_held or block_size)
 
     def blocks(num_tokens: int) -> int:  # blocks of one request, with two steps in flight
         return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)

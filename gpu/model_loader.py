@@ -44,8 +44,8 @@ class ServedModel(LanguageModel, Protocol):
         ...
 
     @property
-    def element_size(self) -> int:
-        """Bytes of a number in the KV cache."""
+    def element_size(self) -> float:
+        """Bytes of a number in the KV cache, with its part of a scale."""
         ...
 
     @property
@@ -104,9 +104,11 @@ def load_model(
     spec = spec or spec_of(config)
     num_threads = options.num_threads or usable_cores()
     library = library_for(config, options, device)
-    check_weights_fit(spec, free_memory(device), 4 if library is not None else _torch_bits(config, options, device))
+    has_few_bits = library is not None or spec.keeps_packed
+    check_weights_fit(spec, free_memory(device), 4 if has_few_bits else _torch_bits(config, options, device))
     check_quantization(options, library, device)
     check_device(spec, device)
+    check_kv_cache_dtype(options, library, device)
     if library is not None:
         return CPUCausalLM(
             library,
@@ -119,6 +121,7 @@ def load_model(
             spec=spec,
             communicator=communicator,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
     if config.transformers_dir is not None:
         from gpu.models.transformers_model import load_transformers_model
@@ -138,6 +141,7 @@ def load_model(
         num_threads=num_threads,
         spec=spec,
         communicator=communicator,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
 
 
@@ -173,6 +177,29 @@ def check_quantization(options: WorkerOptions, library: Library | None, device: 
         allowed="it needs dtype=auto on a CPU, where the C++ library computes with quantized weights; "
         f"here dtype is {options.dtype}, and {'torch' if library is None else 'the library'} computes on {device}",
         hint="quantization=none works",
+    )
+
+
+def check_kv_cache_dtype(options: WorkerOptions, library: Library | None, device: str) -> None:
+    """Raise ConfigError if what computes cannot keep keys and values in the type that the options ask for."""
+    if options.kv_cache_dtype == "auto" or (options.kv_cache_dtype == "int8" and library is not None):
+        return
+    found = f"here {'torch' if library is None else 'the library'} computes on the CPU"
+    if device != "cpu":
+        import torch
+
+        from gpu.kernels import prefill
+
+        capability = prefill.capability_of(torch.device(device))
+        if options.kv_cache_dtype == "fp8" and capability >= (8, 9):
+            return
+        found = f"here {device} of compute capability {capability[0]}.{capability[1]} computes"
+    raise ConfigError(
+        "kv_cache_dtype",
+        options.kv_cache_dtype,
+        allowed="fp8 needs a CUDA device of compute capability 8.9 (Ada, Hopper) or later, and int8 a CPU with the C++ "
+        f"library; {found}",
+        hint="kv_cache_dtype=auto works",
     )
 
 

@@ -17,7 +17,7 @@ SHOWN_SETTINGS = (
     *("max_data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor"),
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
     *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "pipeline_depth"),
-    *("state_checkpoint_interval", "state_checkpoint_share"),
+    *("kv_cache_dtype", "state_checkpoint_interval", "state_checkpoint_share"),
     *("max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout", "default_ttft_timeout"),
     *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs", "worker_class", "model_impl"),
 )

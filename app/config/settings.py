@@ -273,6 +273,11 @@ class Settings(BaseSettings):
         ge=MIB,
         examples=["2GiB"],
     )
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
+        "auto",
+        description="Type of keys and values in the KV cache. auto: as activations. fp8 (E4M3, on CUDA devices "
+        "since Ada and Hopper) and int8 (on CPUs): 8 bits, for about twice the tokens in the same memory.",
+    )
     kv_cache_dir: UserPath | None = Field(
         None,
         description="Directory that keeps KV blocks of prompts across restarts; engines may share it. Default: none.",

@@ -192,7 +192,7 @@ _OF_VLLM = {
     "generation_config": "sampling_defaults",
     **dict.fromkeys(("enforce_eager", "runner", "headless", "enable_ssl_refresh"), ""),
     **dict.fromkeys(("tokenizer", "response_role", "tool_server", "logits_processors"), ""),
-    **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format", "kv_cache_dtype"), ""),
+    **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format"), ""),
     **dict.fromkeys(
         ("scheduling_policy", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""
     ),

@@ -301,6 +301,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
+        kv_cache_dtype=settings.kv_cache_dtype,
         kv_cache_memory=settings.kv_cache_memory,
         kv_cache_share=kv_cache_share,
         state_checkpoint_share=settings.state_checkpoint_share,

@@ -19,7 +19,7 @@ from engine.simulation.counting import CountingExecutor, VirtualClock
 # Settings that step costs and the size of the KV cache depend on. A simulation cannot change their values.
 FIXED = (
     *("kv_cache_memory", "gpu_memory_utilization", "block_size", "dtype", "quantization", "device", "num_threads"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+    *("kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
 )
 MAX_FILE_BYTES = 64 * 2**20
 UNKNOWN_NUM_BLOCKS = 2**16  # for a file without the size of the KV cache: a million tokens

@@ -326,6 +326,14 @@ class DecoderSpec:
     logits_scale: float = 1.0  # logits are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     first_layer: int = 0  # the index of `layers[0]` in the model
+    keeps_packed: bool = False  # linear layers of a quantized checkpoint stay as they are stored, where a kernel can
+
+    @property
+    def linear_weights(self) -> frozenset[str]:
+        """The matrices of linear layers. Embedding, head and experts have kernels of their own."""
+        mixtures = (record for record in records_of(self.layers) if isinstance(record, MoESpec))
+        experts = {part.weight_name for mixture in mixtures for part in parts_of(mixture.experts)}
+        return frozenset(part.weight_name for part in parts_of(self.layers) if len(part.shape) == 2) - experts
 
     @property
     def state_layers(self) -> tuple[StateSpec, ...]:

@@ -62,6 +62,9 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
     values = hf_files.read_json(directory / "config.json")
+    modelopt = hf_files.read_json(directory / "hf_quant_config.json").get("quantization")
+    if isinstance(modelopt, dict):  # earlier files of modelopt do not repeat it in config.json
+        values.setdefault("quantization_config", {**modelopt, "quant_method": "modelopt"})
     quantized = None
     if is_for_transformers(values, model_impl):
         config = config_from_transformers(

@@ -1,4 +1,4 @@
-"""The quantized linear layers of safetensors checkpoints: FP8, compressed-tensors, GPTQ, AWQ and bitsandbytes.
+"""The quantized linear layers of safetensors checkpoints: FP8, compressed-tensors, GPTQ, AWQ, bitsandbytes, modelopt.
 
 `quantization_config` of config.json says how they are stored (`quantized_checkpoint`). A layer has several tensors: its
 numbers, their scales and perhaps zero points. `linear_layers` puts them together while a file is read. A number is
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpu.checkpoint.config import ModelError, shown
 from gpu.checkpoint.hf_files import parse_object
-from gpu.checkpoint.quantized_rows import MXFP4_DOUBLED, QuantizedRows, from_bfloat16, scaled_rows
+from gpu.checkpoint.quantized_rows import E4M3, MXFP4_DOUBLED, PackedRows, QuantizedRows, from_bfloat16, scaled_rows
 
 Array = NDArray[Any]
 
@@ -131,8 +131,9 @@ class _Config:
         return value[0], value[1]
 
     def parts_of_names(self, *keys: str) -> tuple[str, ...]:
-        """Return patterns of the layers that have one of these parts in their names."""
-        return tuple(rf"re:(.*\.)?{re.escape(name)}(\..*|$)" for key in keys for name in self.names(key))
+        """Return patterns of the layers that have one of these parts in their names; `*` in a part is any text."""
+        names = (re.escape(name).replace(r"\*", ".*") for key in keys for name in self.names(key))
+        return tuple(rf"re:(.*\.)?{name}(\..*|$)" for name in names)
 
 
 def _fp8(config: _Config) -> QuantizedCheckpoint:
@@ -160,6 +161,14 @@ def _awq(config: _Config) -> QuantizedCheckpoint:
     config.one_of("zero_point", True)
     storage = Storage("awq", 4, config.size("group_size"), symmetric=False)
     return QuantizedCheckpoint(((("Linear",), storage),), config.parts_of_names("modules_to_not_convert"))
+
+
+def _modelopt(config: _Config) -> QuantizedCheckpoint:
+    """NVIDIA's. Its scales for keys and values are not used: they are kept in the type of `kv_cache_dtype`."""
+    is_fp8 = config.one_of("quant_algo", "FP8", "NVFP4") == "FP8"
+    config.one_of("group_size", None, 16)
+    storage = Storage("fp8") if is_fp8 else Storage("modelopt4", 4, 16)
+    return QuantizedCheckpoint(((("Linear",), storage),), config.parts_of_names("ignore", "exclude_modules"))
 
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
@@ -211,6 +220,7 @@ _METHODS: dict[str, Callable[[_Config], QuantizedCheckpoint]] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
 }
 
 
@@ -219,7 +229,8 @@ _METHODS: dict[str, Callable[[_Config], QuantizedCheckpoint]] = {
 
 # The tensors of a layer: numbers, scales, and optional ones. Any other tensor, except a bias, is unknown.
 _KINDS = {
-    "fp8": ("weight", ("weight_scale", "weight_scale_inv"), ("input_scale",)),
+    "fp8": ("weight", ("weight_scale", "weight_scale_inv"), ("input_scale", "k_scale", "v_scale")),
+    "modelopt4": ("weight", ("weight_scale",), ("weight_scale_2", "input_scale", "k_scale", "v_scale")),
     "int8": ("weight", ("weight_scale",), ("weight_zero_point", "input_scale")),
     "packed": ("weight_packed", ("weight_scale",), ("weight_zero_point", "weight_g_idx", "weight_shape")),
     "nvfp4": ("weight_packed", ("weight_scale",), ("weight_global_scale", "input_global_scale")),
@@ -230,6 +241,7 @@ _KINDS = {
 BNB_STATE = ".quant_state.bitsandbytes__"  # a JSON object, after the name of the weight and before the type
 _KINDS["bnb"] = (*_KINDS["bnb"][:2], (*_KINDS["bnb"][2], f"weight{BNB_STATE}nf4", f"weight{BNB_STATE}fp4"))
 _MAX_STATE = 2**16  # bytes; it has some 200
+_GLOBAL_SCALES = {"nvfp4": "weight_global_scale", "modelopt4": "weight_scale_2"}  # of all scales of 8 bits
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight outputs in a word
 
 
@@ -290,54 +302,78 @@ class QuantizedLayer:
         rows, cols = self._whole_shape()
         if storage.kind == "bnb":
             return self._code_book(rows, cols)[self.rows]
-        per_scale = storage.block[1] if storage.block else storage.group or cols
-        if storage.kind in ("gptq", "awq"):
-            scales = _floats(tensors["scales"]).T
-            zeros = unpacked(self._of(np.int32, "qzeros"), storage.bits)
-            if storage.kind == "awq":
-                numbers = _in_order(unpacked(self._of(np.int32, "qweight"), 4)).T
-                zeros = _in_order(zeros)
-            else:
-                numbers = unpacked(np.ascontiguousarray(self._of(np.int32, "qweight").T), storage.bits)
-                zeros = zeros + np.uint8(storage.first_zero) & np.uint8(2**storage.bits - 1)
-            return self._scaled(numbers, zeros.T, scales, per_scale, "g_idx")
-        scales = self._scales(rows)
         if storage.kind == "fp8":
-            return scaled_rows(_FP8[self._of(np.uint8, "weight")], scales, per_scale)[self.rows]
-        if storage.kind == "nvfp4":
-            packed = self._of(np.uint8, "weight_packed")
+            return scaled_rows(E4M3[self._of(np.uint8, "weight")], self._scales(rows), self._per_scale)[self.rows]
+        if storage.kind in _GLOBAL_SCALES:
+            packed = self._of(np.uint8, _KINDS[storage.kind][0])
             nibbles = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1)
-            scales = from_bfloat16(_FP8[self._of(np.uint8, "weight_scale")])
-            scales = scales / _floats(tensors["weight_global_scale"]).ravel() * np.float32(0.5)
+            scales = from_bfloat16(E4M3[self._of(np.uint8, "weight_scale")])
+            overall = _floats(tensors[_GLOBAL_SCALES[storage.kind]]).ravel()
+            scales = (scales / overall if storage.kind == "nvfp4" else scales * overall) * np.float32(0.5)
             return scaled_rows(MXFP4_DOUBLED[nibbles].reshape(rows, cols), scales, 16)[self.rows]
-        zero_points = tensors.get("weight_zero_point")
-        if storage.kind == "int8":
-            zeros = np.zeros((1, 1), np.int8) if zero_points is None else zero_points.reshape(scales.shape)
-            return self._scaled(self._of(np.int8, "weight"), zeros, scales, per_scale)
-        numbers = unpacked(self._of(np.int32, "weight_packed"), storage.bits)
-        zeros = np.full((1, 1), 2 ** (storage.bits - 1), np.uint8)
-        if zero_points is not None:
-            zeros = unpacked(np.ascontiguousarray(self._of(np.int32, "weight_zero_point").T), storage.bits).T[:rows]
-        return self._scaled(numbers, zeros, scales, per_scale, "weight_g_idx")
-
-    def _scaled(
-        self, numbers: Array, zeros: Array, scales: NDArray[np.float32], per_scale: int, groups: str = ""
-    ) -> QuantizedRows | NDArray[np.float32]:
-        """Return scale (q - zero). `groups` names the tensor with the group of each input, if they are not in order."""
-        cols = numbers.shape[1]
-        index = np.arange(cols) // per_scale
-        if groups in self.tensors:
-            given = self._of(np.int32, groups)
-            if np.any((given < 0) | (given >= scales.shape[1])):
-                raise ModelError(f"{self.name}.{groups} names a group that is not one of {scales.shape[1]}.")
-            if not np.array_equal(given, index):
-                zeros = zeros[:, given] if zeros.shape[1] > 1 else zeros
-                values: NDArray[np.float32] = (numbers.astype(np.int16) - zeros) * scales[:, given]
-                return values[self.rows]
+        numbers, zeros, scales, groups = self._integers()
+        if groups is not None:
+            zeros = zeros[:, groups] if zeros.shape[1] > 1 else zeros
+            values: NDArray[np.float32] = (numbers.astype(np.int16) - zeros) * scales[:, groups]
+            return values[self.rows]
+        index = np.arange(cols) // self._per_scale
         differences = numbers.astype(np.int16) - (zeros[:, index] if zeros.shape[1] > 1 else zeros)
         if differences.min() < -128 or differences.max() > 127:
             return np.asarray((differences * scales[:, index])[self.rows], dtype=np.float32)
-        return scaled_rows(differences.astype(np.int8), scales, per_scale)[self.rows]
+        return scaled_rows(differences.astype(np.int8), scales, self._per_scale)[self.rows]
+
+    def packed(self) -> PackedRows | None:
+        """Return the numbers as they are stored, for a device that computes with them; None for NVFP4 and tables."""
+        if self.storage.kind in (*_GLOBAL_SCALES, "bnb"):
+            return None
+        rows, cols = self._whole_shape()
+        bits, zeros, groups = 0, np.zeros((1, 1), np.uint8), None
+        if self.storage.kind == "fp8":
+            numbers, scales = self._of(np.uint8, "weight"), self._scales(rows)
+        else:
+            numbers, zeros, scales, groups = self._integers()
+            bits = 8 if self.storage.bits == 8 else 4
+            if numbers.dtype == np.int8:
+                numbers, zeros = (each.view(np.uint8) ^ np.uint8(128) for each in (numbers, zeros))
+        groups = np.arange(cols) // self._per_scale if groups is None else groups
+        return PackedRows(bits, numbers, scales, np.broadcast_to(zeros, scales.shape), groups)[self.rows]
+
+    @property
+    def _per_scale(self) -> int:
+        """The inputs that share a scale."""
+        return self.storage.block[1] if self.storage.block else self.storage.group or self._whole_shape()[1]
+
+    def _integers(self) -> tuple[Array, Array, NDArray[np.float32], Array | None]:
+        """Return q [rows, inputs], zero points and scales [rows or 1, groups or 1], and the group of each input if
+        groups are not in order."""
+        bits, kind = self.storage.bits, self.storage.kind
+        rows, cols = self._whole_shape()
+        if kind in ("gptq", "awq"):
+            scales, name = _floats(self.tensors["scales"]).T, "g_idx"
+            zeros = unpacked(self._of(np.int32, "qzeros"), bits)
+            if kind == "awq":
+                numbers = _in_order(unpacked(self._of(np.int32, "qweight"), 4)).T
+                zeros = _in_order(zeros).T
+            else:
+                numbers = unpacked(np.ascontiguousarray(self._of(np.int32, "qweight").T), bits)
+                zeros = (zeros + np.uint8(self.storage.first_zero) & np.uint8(2**bits - 1)).T
+        else:
+            scales, name = self._scales(rows), "weight_g_idx"
+            given = self.tensors.get("weight_zero_point")
+            if kind == "int8":
+                zeros = np.zeros((1, 1), np.int8) if given is None else given.reshape(scales.shape)
+                return self._of(np.int8, "weight"), zeros, scales, None
+            numbers = unpacked(self._of(np.int32, "weight_packed"), bits)
+            zeros = np.full((1, 1), 2 ** (bits - 1), np.uint8)
+            if given is not None:
+                words = np.ascontiguousarray(self._of(np.int32, "weight_zero_point").T)
+                zeros = unpacked(words, bits).T[:rows]
+        if name not in self.tensors:
+            return numbers, zeros, scales, None
+        groups = self._of(np.int32, name)
+        if np.any((groups < 0) | (groups >= scales.shape[1])):
+            raise ModelError(f"{self.name}.{name} names a group that is not one of {scales.shape[1]}.")
+        return numbers, zeros, scales, None if np.array_equal(groups, np.arange(cols) // self._per_scale) else groups
 
     def _code_book(self, rows: int, cols: int) -> NDArray[np.float32]:
         """Return the numbers of bitsandbytes: entries of a table, the first in the higher bits, times a scale for each
@@ -382,7 +418,7 @@ class QuantizedLayer:
             raise ModelError(f"{self.name} has numbers of the shape {list(numbers)}, which is no matrix.")
         if storage.kind == "gptq":
             return numbers[1], numbers[0] * 32 // storage.bits
-        per_number = {"packed": 32 // storage.bits, "nvfp4": 2, "awq": 8}.get(storage.kind, 1)
+        per_number = {"packed": 32 // storage.bits, "nvfp4": 2, "modelopt4": 2, "awq": 8}.get(storage.kind, 1)
         rows, cols = numbers[0], numbers[1] * per_number
         return (cols, rows) if storage.kind == "awq" else (rows, cols)
 
@@ -406,14 +442,14 @@ class QuantizedLayer:
                 scales = ((), (1,), (1, 1), (rows,), (rows, 1))
             zeros = scales if storage.kind == "int8" else ((-(-rows * bits // 32), per_row),)
             allowed = {"weight_scale": scales, "weight_scale_inv": scales, "weight_zero_point": zeros}
-            allowed |= {"weight_g_idx": ((cols,),), "weight_global_scale": ((), (1,))}
+            allowed |= {"weight_g_idx": ((cols,),), **dict.fromkeys(_GLOBAL_SCALES.values(), ((), (1,)))}
         for name, shapes in allowed.items():
             if name in self.tensors and self.tensors[name].shape not in shapes:
                 raise ModelError(
                     f"{self.name}.{name} has the shape {list(self.tensors[name].shape)}; for {rows} outputs and {cols} "
                     f"inputs it must be {' or '.join(str(list(shape)) for shape in shapes)}."
                 )
-        needed = {"gptq": "qzeros", "awq": "qzeros", "nvfp4": "weight_global_scale"}.get(storage.kind)
+        needed = {"gptq": "qzeros", "awq": "qzeros", **_GLOBAL_SCALES}.get(storage.kind)
         if storage.kind == "packed" and not storage.symmetric:
             needed = "weight_zero_point"
         if needed is not None and needed not in self.tensors:
@@ -422,8 +458,6 @@ class QuantizedLayer:
     def _scales(self, rows: int) -> NDArray[np.float32]:
         """Return [rows, scales of a row]."""
         given = self.tensors["weight_scale" if "weight_scale" in self.tensors else "weight_scale_inv"]
-        if self.storage.kind == "nvfp4":
-            return np.zeros((rows, 1), np.float32)  # they are numbers of 8 bits
         scales = _floats(given)
         if self.storage.block:
             return np.repeat(scales, self.storage.block[0], axis=0)[:rows]
@@ -453,15 +487,3 @@ def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
 def _in_order(numbers: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return AWQ's numbers [rows, outputs] in the order of the outputs."""
     return numbers.reshape(len(numbers), -1, 8)[..., _AWQ_PLACES].reshape(len(numbers), -1)
-
-
-def _fp8_table() -> NDArray[np.uint16]:
-    """Return the bfloat16 bits of each E4M3 number: 1 bit for the sign, 4 for the exponent, 3 for the mantissa."""
-    bits = np.arange(256)
-    exponents, mantissas = bits >> 3 & 15, bits & 7
-    sizes = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(8.0 + mantissas, exponents - 10))
-    sizes[[127, 255]] = np.nan
-    return (np.where(bits < 128, sizes, -sizes).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-_FP8 = _fp8_table()

@@ -57,6 +57,18 @@ MXFP4_DOUBLED = np.array(
 )  # by the 4 bits of a number
 
 
+def _e4m3() -> NDArray[np.uint16]:
+    """Return the bfloat16 bits of each E4M3 number: 1 bit for the sign, 4 for the exponent, 3 for the mantissa."""
+    bits = np.arange(256)
+    exponents, mantissas = bits >> 3 & 15, bits & 7
+    sizes = np.where(exponents == 0, np.ldexp(mantissas, -9), np.ldexp(8.0 + mantissas, exponents - 10))
+    sizes[[127, 255]] = np.nan
+    return (np.where(bits < 128, sizes, -sizes).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+E4M3 = _e4m3()
+
+
 @dataclass(frozen=True)
 class QuantizedRows:
     """Rows that are blocks of one GGUF type. `data` may be a view of the mapped file: do not write to it."""
@@ -153,6 +165,68 @@ def _q8_0(steps: NDArray[np.uint8], numbers: NDArray[np.int8], shape: tuple[int,
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Return the numbers of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of a quantized matrix as they are stored, for a device that computes with them: scale (q - zero)."""
+
+    bits: int  # 4 or 8; 0: q is an E4M3 number, and zero is 0
+    numbers: NDArray[np.uint8]  # [rows, inputs], one number in a byte
+    scales: NDArray[np.float32]  # [rows, groups]
+    zeros: NDArray[np.uint8]  # [rows, groups]
+    groups: NDArray[Any]  # [inputs], the group of each
+    ndim = 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes
+
+    def __getitem__(self, index: Any) -> PackedRows:
+        """Return some rows, or some rows and a range of inputs."""
+        rows, cols = index if isinstance(index, tuple) else (index, slice(None))
+        numbers = self.numbers[rows][:, cols]
+        return PackedRows(self.bits, numbers, self.scales[rows], self.zeros[rows], self.groups[cols])
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return float32 of this shape, in new memory."""
+        if self.bits == 0:
+            return from_bfloat16(E4M3[self.numbers]) * self.scales[:, self.groups]
+        differences = self.numbers.astype(np.float32) - self.zeros[:, self.groups]
+        return differences * self.scales[:, self.groups]
+
+    def fields(self) -> dict[str, Any] | None:
+        """Return the fields of a `gpu.weights.tensors.QuantizedMatrix`, or None if its kernel cannot take these rows:
+        groups of different sizes, or that are no multiple of 16 inputs (32 of E4M3)."""
+        used, sizes = np.unique(self.groups, return_counts=True)
+        order, cols = np.argsort(self.groups, kind="stable"), self.shape[1]
+        group = int(sizes[0]) if len(used) > 1 else 0
+        per_byte = 2 if self.bits == 4 else 1
+        widths = (64, 32) if self.bits == 0 else (64, 32, 16)
+        allowed = [n for n in widths if group % n == 0 and (per_byte == 1 or cols % (2 * n) == 0)]
+        if not allowed or any(sizes[:-1] != group) or sizes[-1] > (group or cols):
+            return None
+        in_order = bool(np.array_equal(order, np.arange(cols)))
+        numbers = self.numbers if in_order else self.numbers[:, order]
+        if per_byte == 2:
+            tiles = numbers.reshape(len(numbers), -1, 2, allowed[0])
+            numbers = (tiles[:, :, 0] | tiles[:, :, 1] << np.uint8(4)).reshape(len(numbers), -1)
+        zeros = self.zeros[:, used]
+        has_zeros = bool(np.any(zeros != zeros.flat[0]))
+        return {
+            "numbers": np.ascontiguousarray(numbers),
+            "scales": np.ascontiguousarray(self.scales[:, used].T),
+            "zeros": np.ascontiguousarray(zeros.T) if has_zeros else None,
+            "order": None if in_order else order,
+            "zero": 0 if has_zeros else int(zeros.flat[0]),
+            "bits": self.bits,
+            "group": group,
+            "columns": allowed[0],
+        }
 
 
 def scaled_rows(

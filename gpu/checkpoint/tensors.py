@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from gpu.checkpoint.architecture import DecoderSpec, HeadOrder, Part, Ranges, parts_of
 from gpu.checkpoint.config import ModelConfig, ModelError, shown
 from gpu.checkpoint.families.table import spec_of
-from gpu.checkpoint.quantized_rows import MXFP4_DOUBLED, OWN_TYPES, TENSOR_TYPES, QuantizedRows, q8_0_of_powers
+from gpu.checkpoint.quantized_rows import (
+    MXFP4_DOUBLED,
+    OWN_TYPES,
+    TENSOR_TYPES,
+    PackedRows,
+    QuantizedRows,
+    q8_0_of_powers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +273,7 @@ def ranges_of(spec: DecoderSpec) -> dict[str, Ranges | None]:
     return ranges
 
 
-def sliced(weight: NDArray[Any] | QuantizedRows, ranges: Ranges | None) -> NDArray[Any] | QuantizedRows:
+def sliced(weight: Weight, ranges: Ranges | None) -> Weight:
     """Return these ranges of a tensor: a view if they consist of whole quantization blocks, else float32."""
     if ranges is None:
         return weight
@@ -284,4 +291,4 @@ def sliced(weight: NDArray[Any] | QuantizedRows, ranges: Ranges | None) -> NDArr
 
 
 # uint16 are the bits of bfloat16, which numpy does not know; other arrays are of a float type.
-Weight = NDArray[Any] | QuantizedRows
+Weight = NDArray[Any] | QuantizedRows | PackedRows

@@ -70,7 +70,6 @@ _KINDS = {
 class CPUCausalLM:
     """A `gpu.model_loader.ServedModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
 
-    element_size = 2  # bytes of a number in the KV cache: bfloat16
     shards = None  # every rank has the logits of all tokens
 
     def __init__(
@@ -86,8 +85,12 @@ class CPUCausalLM:
         spec: DecoderSpec | None = None,
         communicator: SharedMemoryCommunicator | None = None,
         max_num_batched_tokens: int = 0,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """Read all weights. Raises ModelError if they are not those of `config`.
+
+        `kv_cache_dtype` "int8" rounds the keys and values of each token's head to integers with a scale; "auto" keeps
+        them in bfloat16.
 
         `spec` is a rank's part of the model, cut by outputs (`gpu.sharding`). The tensor ranks of a stage need a
         `communicator`, through which they exchange results for up to `max_num_batched_tokens` tokens; every rank then
@@ -109,6 +112,7 @@ class CPUCausalLM:
                 window=heads.window or 0,
                 scale=heads.scale,
                 softcap=heads.softcap or 0.0,
+                is_int8=kv_cache_dtype == "int8",
             )
         self._model = ModelStruct(
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
@@ -178,6 +182,12 @@ class CPUCausalLM:
         return self._weights.tokens_of_experts
 
     @property
+    def element_size(self) -> float:
+        """The bytes of a number in the KV cache: 2 of bfloat16, or one of an integer and a part of its scale's 4."""
+        heads = self._layers[0].heads
+        return 1 + 4 / heads.dim if heads.is_int8 else 2
+
+    @property
     def tokens_held(self) -> int:
         """The tokens that a cache block takes memory for: the block size, rounded up to whole tiles."""
         return -(-self.block_size // TILE) * TILE
@@ -186,7 +196,8 @@ class CPUCausalLM:
     def forms(self) -> str:
         """The forms of the weights, for the log: "4-bit, 8-bit weights (AVX-512)"."""
         forms = set[int]().union(*(matrix.forms for matrix in self._weights.matrices))
-        return f"{', '.join(FORMS[form] for form in sorted(forms))} weights ({self._library.instructions})"
+        keys = ", keys and values in int8" if self._layers[0].heads.is_int8 else ""
+        return f"{', '.join(FORMS[form] for form in sorted(forms))} weights{keys} ({self._library.instructions})"
 
     @property
     def prompt_form_differs(self) -> bool:
@@ -197,7 +208,8 @@ class CPUCausalLM:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Replace the cache of every slot by a zeroed one. csrc/attention.h has its layout."""
         layout, heads = kv_layout(self.config, self._spec), self._layers[0].heads
-        shape = (num_blocks, self.tokens_held // TILE, heads.kv, 2, TILE * heads.dim)
+        pair = (TILE * (heads.dim + 4),) if heads.is_int8 else (2, TILE * heads.dim)
+        shape = (num_blocks, self.tokens_held // TILE, heads.kv, *pair)
         self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in range(layout.num_slots)]
         for layer, group, slot in zip(self._layers, layout.groups, layout.slots, strict=True):
             layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group

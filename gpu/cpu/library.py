@@ -52,6 +52,7 @@ class HeadsStruct(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("sinks", c_void_p),
+        ("is_int8", c_int32),
     )
 
 

@@ -191,7 +191,7 @@ def make_device_runner(
         graphs = agreed(CudaGraphs(device), model.communicator, device)
     return DeviceRunner(
         model,
-        model.allocate_kv_cache(num_blocks, served.dtype, device),
+        model.allocate_kv_cache(num_blocks, served.kv_dtype, device),
         sizes,
         device,
         vocab_size=model.config.vocab_size,

@@ -57,7 +57,8 @@ def rehearse(
 ) -> None:
     """Run the largest steps of each kind, and report each to `progress`.
 
-    They are: a plain decode; a short chunk of a prompt; the longest chunk; then the whole token budget, divided among
+    They are: a plain decode; a short chunk of a prompt, and one of up to 64 tokens, for which products with quantized
+    weights have another kernel; the longest chunk; then the whole token budget, divided among
     the maximum number of requests, all with every sampling feature.
     """
     left, lengths = max_num_batched_tokens, []
@@ -65,14 +66,14 @@ def rehearse(
         lengths.append(max(1, min(left - others, sizes.max_model_len)))
         left -= lengths[-1]
     longest = min(max_num_batched_tokens, sizes.max_model_len)
-    chunks = [min(2, longest), longest - min(2, longest)]
+    chunks = [min(2, longest), max(0, min(64, longest - 2) // 2), 0]
+    chunks[2] = longest - sum(chunks)
     names = [f"r{number}" for number in range(len(lengths))]
     everyone = [_request(*pair, sizes, EVERYTHING) for pair in zip(names, lengths, strict=True)]
     plan = SchedulerOutput.made_up
     plans = [plan([], [_request("plain", 1, sizes, PLAIN)], ["plain"], [1], [1])]
     plans.append(plan(["plain"], [_request("long", longest, sizes, PLAIN)], ["long"], chunks[:1], [0]))
-    if chunks[1]:
-        plans.append(plan([], [], ["long"], chunks[1:], [0]))
+    plans += [plan([], [], ["long"], [chunk], [0]) for chunk in chunks[1:] if chunk]
     plans.append(plan(["long"], everyone, names, lengths, [1] * len(names)))
     plans[-1].masks = _EveryToken(vocab_size)
     plans.append(plan(names, [], [], [], []))

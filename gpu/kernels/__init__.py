@@ -12,6 +12,7 @@ In reading order:
 dispatch     The choice between kernel and reference, and Triton or its stand-in.
 elementwise  RMSNorm with the residual addition, gated activations, rows by index.
 experts      A mixture of experts around its matrices: routes, groups, grouped products.
+quantized    Products with weights of 4 and 8 bits.
 rope         Rotary positions, the write to the KV cache, and its layout.
 attention    Attention over the paged KV cache, its reference, and the work list of its kernels.
 decode       The attention kernel for one query per request, and the running softmax that both attention kernels share.

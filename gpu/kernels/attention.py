@@ -116,7 +116,7 @@ def paged_attention(
     scores without a value. A chunk of a prompt and a prompt after a cached prefix both have fewer queries than keys.
 
     `work` comes from `list_attention_work`: it cuts decodes into parts, which are merged by their log-sum-exp. With
-    `num_decodes` 0 no decode kernel is started.
+    `num_decodes` 0 no decode kernel is started. A cache of another type than the query is converted as it is read.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     if work is None:

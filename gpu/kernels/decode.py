@@ -144,11 +144,12 @@ def _decode(
         block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=visible, other=0)
         offset = block.to(tl.int64) * cache_block_stride + (token % BLOCK_SIZE) * HEAD_DIM
         key = tl.load(keys_ptr + offset[None, :] + dim[:, None], mask=visible[None, :] & in_dim[:, None], other=0.0)
+        key = key.to(query.dtype)  # from a cache of 8 bits
         value = tl.load(
             keys_ptr + cache_kv_stride + offset[:, None] + dim[None, :],
             mask=visible[:, None] & in_dim[None, :],
             other=0.0,
-        )
+        ).to(query.dtype)
         scores = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_CAP:
             scores = capped(scores, softcap)

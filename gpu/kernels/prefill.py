@@ -34,16 +34,17 @@ def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
     return max(least, 32 if query.dtype == torch.float32 else 128 if row_bytes <= 256 else 64)
 
 
-def tile_and_warps(query: torch.Tensor, block_m: int) -> tuple[int, int]:
+def tile_and_warps(query: torch.Tensor, block_m: int, converts: bool = False) -> tuple[int, int]:
     """Return how many keys a program reads at a time and its number of warps, so that no register is spilled
     (`tests/gpu/test_kernels_compile.py` checks it). Other cards than Hopper and data-center Blackwell keep the operands
-    of matrix instructions in registers, and have room for fewer keys.
+    of matrix instructions in registers, and have room for fewer keys; `converts`: fewer still, since the cache has
+    another type than the query.
     """
     row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()
     if query.dtype == torch.float32:
         return 16, 8
     if block_m >= 64 and capability_of(query.device)[0] not in FROM_SHARED_MEMORY:
-        return 32, 8
+        return 16 if row_bytes > 256 and converts else 32, 8
     return 64 if row_bytes <= 256 else 32, 8 if block_m >= 128 else 4
 
 
@@ -67,7 +68,7 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
     row_bytes = block_dim * query.element_size()
-    tile, num_warps = tile_and_warps(query, block_m)
+    tile, num_warps = tile_and_warps(query, block_m, kv_cache.dtype != query.dtype)
     _prefill[(len(blocks), num_kv_heads)](
         out,
         query,
@@ -196,8 +197,8 @@ def _prefill(
                     loaded = exists[:, None] & in_dim[None, :]
                     block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE, mask=exists, other=0)
                 offset = block_id.to(tl.int64) * cache_block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
-                key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0)
-                value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0)
+                key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0).to(query.dtype)
+                value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0).to(query.dtype)
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
                 if HAS_CAP:
                     scores = capped(scores, softcap)

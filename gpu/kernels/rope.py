@@ -2,7 +2,8 @@
 
 The KV cache of one layer is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: for each head the tokens
 of a block are contiguous, so a block of one head is one run of memory (4 KiB for 16 tokens of 128 bfloat16). A slot is
-`block id * block_size + offset`; slot -1 writes nothing.
+`block id * block_size + offset`; slot -1 writes nothing. The cache has the type of the activations, or E4M3 of 8 bits,
+in which larger numbers become the largest (448); it has no scales.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from gpu.kernels.dispatch import on_triton, tl, triton
 # Heads of one token per program. Eight heads of 128 are 2 KiB: enough work for four warps, and a single token of a
 # decode still spreads over several multiprocessors.
 BLOCK_HEADS = 8
+
+
+def largest_kept(kv_cache: torch.Tensor) -> float | None:
+    """Return the largest number of a cache of 8 bits; None for types with the range of activations."""
+    return torch.finfo(kv_cache.dtype).max if kv_cache.element_size() == 1 else None
 
 
 def rope_and_cache(
@@ -66,6 +72,7 @@ def rope_and_cache(
             BLOCK_SIZE=block_size,
             HAS_NORM=qk_norm is not None,
             HAS_SCALES=query_scales is not None,
+            LIMIT=largest_kept(kv_cache),
             BLOCK_HEADS=BLOCK_HEADS,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         )
@@ -97,8 +104,10 @@ def rope_and_cache_reference(
         rotated[:, :num_heads] *= query_scales[positions].view(-1, 1, 1)
     used = slot_mapping >= 0
     blocks, offsets = slot_mapping[used] // kv_cache.shape[3], slot_mapping[used] % kv_cache.shape[3]
-    kv_cache[blocks, 0, :, offsets] = rotated[used, num_heads:].to(kv_cache.dtype)
-    kv_cache[blocks, 1, :, offsets] = qkv[used, num_heads + num_kv_heads :]
+    for kind, values in enumerate((rotated[used, num_heads:], qkv[used, num_heads + num_kv_heads :])):
+        limit = largest_kept(kv_cache)
+        kept = values if limit is None else values.clamp(-limit, limit)
+        kv_cache[blocks, kind, :, offsets] = kept.to(kv_cache.dtype)
     query = qkv[:, :num_heads]
     query.copy_(rotated[:, :num_heads])
     return query
@@ -126,6 +135,7 @@ def _rope_and_cache(
     BLOCK_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
@@ -167,6 +177,9 @@ def _rope_and_cache(
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return
+    if LIMIT is not None:  # a NaN stays a NaN
+        rotated_low = tl.where(rotated_low > LIMIT, LIMIT, tl.where(rotated_low < -LIMIT, -LIMIT, rotated_low))
+        rotated_high = tl.where(rotated_high > LIMIT, LIMIT, tl.where(rotated_high < -LIMIT, -LIMIT, rotated_high))
     stored = inside & (~is_query)[:, None]
     kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
     base = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM

@@ -5,6 +5,7 @@ The tokens of all requests of a step are in one dimension T; only attention dist
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -19,9 +20,22 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_cache import kv_layout
 from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
-from gpu.models.layers import Embedding, LMHead, Place, Product, RMSNorm, RotaryEmbedding, Rotation, weight_slots
+from gpu.models.layers import (
+    Embedding,
+    Linear,
+    LMHead,
+    Place,
+    Product,
+    RMSNorm,
+    RotaryEmbedding,
+    Rotation,
+    weight_slots,
+)
 from gpu.models.state_layers import StateLayer
 from gpu.sharding import Communicator, vocabulary
+from gpu.weights.tensors import QuantizedMatrix
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -49,7 +63,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.spec = spec = spec or spec_of(config)
-        attention, place = cache(attention), Place(dtype, device, communicator)
+        attention, place = cache(attention), Place(dtype, device, communicator, spec.keeps_packed)
         self.embed_tokens: Embedding | None = None
         if spec.embedding is not None:
             scale = spec.embedding_scale
@@ -159,15 +173,24 @@ class CausalLM(nn.Module):
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
     @torch.inference_mode()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedMatrix]]) -> None:
         """Copy and convert tensors with their Hugging Face names, one at a time, so that memory needs to hold only one
         besides the model. Raises ModelError for missing and for unknown tensors."""
         slots = weight_slots(self)
+        linears = [layer for layer in self.modules() if isinstance(layer, Linear) and self.spec.keeps_packed]
+        holders = {part.weight_name: layer for layer in linears for part in layer.parts}
         for name, tensor in checked(weights, self.config, source="The checkpoint", spec=self.spec):
-            slots[name].copy_(tensor)
+            if name in holders:
+                holders[name].hold(name, tensor)
+            else:
+                assert isinstance(tensor, torch.Tensor)
+                slots[name].copy_(tensor)
         for layer in self.modules():
             if isinstance(layer, Product):
                 layer.pack()
+        if linears:
+            message = "%d of %d linear layers are computed with as they are stored; the others have the model's dtype"
+            logger.info(message, sum(layer.is_quantized for layer in linears), len(linears))
 
 
 class DecoderLayer(nn.Module):

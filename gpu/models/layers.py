@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,8 +21,10 @@ from gpu import kernels
 from gpu.checkpoint.architecture import Heads, Part, RMSNormSpec, Rope
 from gpu.kernels import add_rms_norm, gather_rows
 from gpu.kernels.dispatch import on_triton
+from gpu.kernels.quantized import QuantizedLinear
 from gpu.rotary import query_scales, rotations
 from gpu.sharding import Communicator
+from gpu.weights.tensors import QuantizedMatrix
 
 
 class Product(nn.Module):
@@ -31,31 +33,54 @@ class Product(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self._packed: torch.Tensor | None = None  # replaces `weight` after loading if it is faster
+        # Computes with another form of the matrix, in place of `weight`, from input and bias.
+        self._packed: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[R, in_features] -> [R, out_features]"""
         if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
+            return self._packed(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
         """Pack the matrix if that is faster. Called once, when all weights of the model are loaded."""
-        self._packed = pack(self.weight)
-        if self._packed is not None:
+        if (packed := pack(self.weight)) is not None:
+            self._packed = partial(packed_linear, packed)
             del self.weight
 
 
 class Linear(Product):
     """One or several linear layers on the same input, as one matrix product, which reads its input once and needs one
-    launch. The output concatenates the parts' outputs in order."""
+    launch. The output concatenates the parts' outputs in order. Where `place.keeps_packed`, `weight` has no memory
+    until the parts are loaded (`hold`), since they may be quantized."""
 
     def __init__(self, *parts: Part, place: Place) -> None:
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        matrices = replace(place, device="meta") if place.keeps_packed else place
         super().__init__(
-            place.parameter(out_features, in_features), place.parameter(out_features) if parts[0].bias else None
+            matrices.parameter(out_features, in_features), place.parameter(out_features) if parts[0].bias else None
         )
         self.parts = parts
+        self._held: dict[str, torch.Tensor | QuantizedMatrix] = {}
+
+    def hold(self, name: str, weight: torch.Tensor | QuantizedMatrix) -> None:
+        """Keep the weight of a part until `pack`."""
+        self._held[name] = weight if isinstance(weight, QuantizedMatrix) else weight.to(self.weight.dtype)
+
+    def pack(self) -> None:
+        if not self._held:
+            return super().pack()
+        parts = [self._held.pop(part.weight_name) for part in self.parts]
+        if any(isinstance(part, QuantizedMatrix) for part in parts):
+            self._packed = QuantizedLinear(parts)
+            del self.weight
+        else:
+            self.weight = nn.Parameter(torch.cat(parts), requires_grad=False)
+        return None
+
+    @property
+    def is_quantized(self) -> bool:
+        return isinstance(self._packed, QuantizedLinear)
 
     def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         rows = [part.shape[0] for part in self.parts]
@@ -220,6 +245,7 @@ class Place:
     dtype: torch.dtype
     device: torch.device | str
     communicator: Communicator | None = None  # None: there are no other tensor ranks
+    keeps_packed: bool = False  # linear layers may be quantized, see `gpu.kernels.quantized`
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """Return an uninitialized weight. Loading the model writes all of it."""
@@ -312,7 +338,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor | None:
     return packed
 
 
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_linear(packed: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `torch.nn.functional.linear` with a packed matrix: [..., in] -> [..., out]"""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product

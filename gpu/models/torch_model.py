@@ -32,14 +32,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class TorchModel:
     """A `gpu.model_loader.ServedModel`. On a CPU, float32 arrays are torch's own memory; elsewhere they are copies."""
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device, *, block_size: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        block_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Keys and values have `kv_dtype`; None: `dtype`, the type of activations."""
         self.model = model
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = device
-        self.element_size = dtype.itemsize
+        self.element_size = self.kv_dtype.itemsize
         self.tokens_held = block_size
         self.shards = None if model.communicator is None else self._shards(model.communicator)
-        self.forms = f"{str(dtype).removeprefix('torch.')} weights (torch)"
+        forms = [f"{str(dtype).removeprefix('torch.')} weights"]
+        forms += ["quantized layers as they are stored"] * model.spec.keeps_packed
+        forms += [f"keys and values in {str(kv_dtype).removeprefix('torch.')}"] * (self.kv_dtype != dtype)
+        self.forms = f"{', '.join(forms)} (torch)"
         library = load_library()
         self.draw = numpy_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
         self.set_max_model_len = model.set_max_model_len
@@ -52,7 +65,7 @@ class TorchModel:
         return list(self.model.tokens_of_experts.cpu().numpy())
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        self.kv_caches = self.model.allocate_kv_cache(num_blocks, self.dtype, self.device)
+        self.kv_caches = self.model.allocate_kv_cache(num_blocks, self.kv_dtype, self.device)
 
     def allocate_states(self, num_slots: int) -> None:
         """Allocate zeroed states, for a batch's rows and then for checkpoints, and append them to the caches."""
@@ -132,6 +145,7 @@ def load_torch_model(
     num_threads: int,
     spec: DecoderSpec | None = None,
     communicator: Communicator | SharedMemoryCommunicator | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> TorchModel:
     """Build a model. Its steps run on this thread, or on one that has called `use_threads`."""
     use_threads(num_threads)
@@ -152,7 +166,8 @@ def load_torch_model(
         communicator=communicator,
     )
     model.load_weights(as_tensors(weights))
-    return TorchModel(model, kind, place, block_size=block_size)
+    kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kind
+    return TorchModel(model, kind, place, block_size=block_size, kv_dtype=kv_dtype)
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:

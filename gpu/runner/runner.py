@@ -31,6 +31,7 @@ class WorkerOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     block_size: int = 16
+    kv_cache_dtype: str = "auto"  # as activations, or "fp8" (E4M3) on CUDA, or "int8" on a CPU
     kv_cache_memory: int | None = None  # bytes; None: chosen from free memory
     kv_cache_share: float = 1.0  # of that choice, on a CPU with several engines
     state_checkpoint_share: float = 0.2  # of the KV cache's memory, for checkpoints of states

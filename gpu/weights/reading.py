@@ -21,7 +21,7 @@ from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.hf_files import read_header
 from gpu.checkpoint.quantized_layers import QuantizedLayer, linear_layers
-from gpu.checkpoint.quantized_rows import from_bfloat16
+from gpu.checkpoint.quantized_rows import PackedRows, from_bfloat16
 from gpu.checkpoint.tensors import (
     MXFP4Rows,
     Weight,
@@ -48,8 +48,9 @@ def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator
     """Yield every weight once, in the order of the file, with its Hugging Face name and row order; for a rank's `spec`
     (`gpu.sharding`) only its parts are read.
 
-    Weights are quantized or in the type of the file. `lm_head.weight` is skipped if the embedding is tied. Weights may
-    share memory with the mapped file: do not write to them. Raises `ModelError` for a tensor that is missing, unknown,
+    Weights are quantized or in the type of the file; where `spec.keeps_packed`, linear layers are `PackedRows`.
+    `lm_head.weight` is skipped if the embedding is tied. Weights may share memory with the mapped file: do not write to
+    them. Raises `ModelError` for a tensor that is missing, unknown,
     misshapen or of an unsupported type.
     """
     spec = spec or spec_of(files.config)
@@ -61,7 +62,7 @@ def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator
 
 def floats(weight: Weight) -> NDArray[np.float32]:
     """Return a weight in float32. The result may share its memory."""
-    if isinstance(weight, QuantizedRows):
+    if isinstance(weight, (QuantizedRows, PackedRows)):
         return weight.dequantize()
     if weight.dtype == np.uint16:
         return from_bfloat16(weight)
@@ -81,14 +82,17 @@ def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
             names = frozenset(chain.from_iterable(map(read_header, files.tensors)))
             tensors = linear_layers(tensors, files.quantized, names, files.name)
         found = unstacked(((text_name(name), tensor) for name, tensor in tensors), files.config)
-        wanted = ((name, _numbers(name, weight)) for name, weight in found if name in ranges)
+        kept: Container[str] = spec.linear_weights if spec.keeps_packed else ()
+        wanted = ((name, _numbers(name, weight, name in kept)) for name, weight in found if name in ranges)
         for name, weight in cut(wanted, spec):
             part, rows = parts[name], reordered(weight, parts[name].order)
             yield name, floats(rows) + np.float32(part.offset) if part.offset else rows
 
 
-def _numbers(name: str, weight: MXFP4Rows | QuantizedLayer | NDArray[Any]) -> Weight:
+def _numbers(name: str, weight: MXFP4Rows | QuantizedLayer | NDArray[Any], keeps_packed: bool) -> Weight:
     """Return the numbers of a weight. Raises ModelError for bytes and integers, which mean nothing without scales."""
+    if keeps_packed and isinstance(weight, QuantizedLayer) and (packed := weight.packed()) is not None:
+        return packed
     if isinstance(weight, (MXFP4Rows, QuantizedLayer)):
         return weight.read()
     if weight.dtype.kind in "iu" and weight.dtype != np.uint16:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,14 @@ import torch
 from gpu.checkpoint import ModelConfig, ModelFiles, QuantizedRows
 from gpu.checkpoint.architecture import DecoderSpec
 from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.quantized_rows import PackedRows
 from gpu.checkpoint.tensors import Weight, shapes_of
 from gpu.weights.reading import STANDARD_DEVIATION, dummy_seed, read_weights
 
 
-def weights_of(
-    files: ModelFiles, device: str = "cpu", spec: DecoderSpec | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_of(files: ModelFiles, device: str = "cpu", spec: DecoderSpec | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the weights of `gpu.weights.reading.read_weights` as tensors on `device`, in the dtype of the file, or in
-    float32 if it is quantized.
+    float32 if it is quantized and not kept so.
 
     On the CPU the tensors may share memory with the mapped file. To another device they are copied one at a time,
     through two staging buffers.
@@ -31,10 +31,10 @@ def weights_of(
     return to_device(as_tensors(read_weights(files, spec)), torch.device(device))
 
 
-def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights as tensors; quantized ones become float32."""
+def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the weights as tensors; quantized ones become float32, except packed rows that a kernel computes with."""
     for name, weight in weights:
-        yield name, weight if isinstance(weight, torch.Tensor) else _tensor(weight)
+        yield name, weight if isinstance(weight, (torch.Tensor, QuantizedMatrix)) else _tensor(weight)
 
 
 def drawn_on(
@@ -51,12 +51,60 @@ def drawn_on(
         yield name, tensor
 
 
-def _tensor(weight: Weight) -> torch.Tensor:
-    if isinstance(weight, QuantizedRows):
+def _tensor(weight: Weight) -> torch.Tensor | QuantizedMatrix:
+    if isinstance(weight, PackedRows) and (fields := weight.fields()) is not None:
+        arrays = {name: torch.from_numpy(value) for name, value in fields.items() if isinstance(value, np.ndarray)}
+        return QuantizedMatrix(**fields | arrays)
+    if isinstance(weight, (QuantizedRows, PackedRows)):
         return torch.from_numpy(weight.dequantize())
     if weight.dtype == np.uint16:
         return torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(weight)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A quantized matrix on a device, packed by `gpu.checkpoint.quantized_rows.PackedRows`."""
+
+    numbers: torch.Tensor  # uint8 [outputs, bytes]; of 4 bits, a byte has inputs j and j + columns of 2 columns
+    scales: torch.Tensor  # float32 [groups, outputs]
+    zeros: torch.Tensor | None  # uint8 [groups, outputs]; None: all are `zero`
+    order: torch.Tensor | None  # int64 [inputs]: the inputs in the order of the columns, if that differs
+    zero: int
+    bits: int  # of an integer in `numbers`, 4 or 8; 0: E4M3
+    group: int  # inputs; 0: all
+    columns: int  # inputs that a program multiplies at a time
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape[0], self.numbers.shape[1] * (2 if self.bits == 4 else 1)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedMatrix:
+        """Return the matrix with each of its tensors changed."""
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors)
+
+    def fits(self, other: QuantizedMatrix) -> bool:
+        """Return True if the matrices can be one: they have the same inputs in the same order and the same form."""
+        forms = [(each.shape[1], each.zero, each.bits, each.group, each.columns) for each in (self, other)]
+        orders = (self.zeros, other.zeros), (self.order, other.order)
+        if forms[0] != forms[1] or any((one is None) != (another is None) for one, another in orders):
+            return False
+        return self.order is None or other.order is None or torch.equal(self.order, other.order)
+
+    def dequantize(self) -> torch.Tensor:
+        """Return float32 [outputs, inputs], in the order of the columns."""
+        values: torch.Tensor = self.numbers
+        if self.bits == 4:
+            tiles = values.unflatten(1, (-1, 1, self.columns))
+            values = torch.cat((tiles & 15, tiles >> 4), 2).flatten(1)
+        values = (values if self.bits else values.view(torch.float8_e4m3fn)).float()
+        size = self.group or self.shape[1]
+        scales, zeros = (
+            each.float().repeat_interleave(size, 0)[: self.shape[1]].T
+            for each in (self.scales, self.zero + torch.zeros_like(self.scales) if self.zeros is None else self.zeros)
+        )
+        return (values - zeros) * scales
 
 
 # -------------------------------------------------------------------------------------------------------------- staging
@@ -70,15 +118,19 @@ BUFFER_SIZE = 64 * 2**20  # bytes: large enough that the fixed cost of a copy do
 
 
 def to_device(
-    weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, buffer_size: int = BUFFER_SIZE
-) -> Iterator[tuple[str, torch.Tensor]]:
+    weights: Iterable[tuple[str, Any]], device: torch.device, buffer_size: int = BUFFER_SIZE
+) -> Iterator[tuple[str, Any]]:
     """Yield the tensors on `device`, in their own dtype and contiguous. Tensors that are there already are not copied.
 
     The device may still be copying a tensor when it is yielded: only work on its current stream may use it.
     """
     buffers = _Buffers(device, buffer_size)
-    for name, tensor in weights:
-        yield name, tensor if tensor.device.type == device.type else buffers.copy(tensor)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type == device.type else buffers.copy(tensor)
+
+    for name, weight in weights:
+        yield name, moved(weight) if isinstance(weight, torch.Tensor) else weight.mapped(moved)
 
 
 class _Buffers:

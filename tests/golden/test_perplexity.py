@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import EngineCoreRequest, SamplingParams
 from tests.golden.driving import drive, fresh_core
+from tests.gpu.native_builds import needs_library
 from tests.selection import slow_except
 from tests.support.embedded_model import embedded_gguf
 
@@ -100,7 +102,7 @@ the second hour the first sack is ground, and half a measure is left in the pond
 '''
 
 
-def make_core(dtype: str, model: Path | None = None) -> EngineCore:
+def make_core(dtype: str, model: Path | None = None, **more: Any) -> EngineCore:
     settings = Settings(
         model=str(model or embedded_gguf()),
         dtype=dtype,
@@ -109,6 +111,7 @@ def make_core(dtype: str, model: Path | None = None) -> EngineCore:
         max_num_seqs=2,
         num_threads=2,
         target_inter_token_latency=60.0,  # so that no plan depends on the clock
+        **more,
     )
     return core_factory(settings, open_files(settings, None))()
 
@@ -161,3 +164,14 @@ def test_every_form_of_the_weights_keeps_the_perplexity(
     core: EngineCore, texts: list[list[int]], reference: float, rows: int
 ) -> None:
     assert perplexity(core, texts, rows) == pytest.approx(reference, rel=TOLERANCE)
+
+
+@needs_library
+@pytest.mark.slow
+def test_keys_and_values_of_8_bits_keep_the_perplexity_in_steps_of_any_size(
+    texts: list[list[int]], reference: float
+) -> None:
+    core = make_core("auto", kv_cache_dtype="int8")
+    found = [perplexity(core, texts, rows) for rows in (MAX_MODEL_LEN, 16)]
+    core.shutdown()
+    assert found == pytest.approx([reference] * 2, rel=2 * TOLERANCE)

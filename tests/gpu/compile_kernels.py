@@ -1,6 +1,7 @@
 """Compiles every kernel for a GPU, without one: `python -m tests.gpu.compile_kernels 90 bfloat16`.
 
-The first number is a compute capability, 9.0; further words are the kernels to compile, by default all.
+The first number is a compute capability, 9.0; further words are the kernels to compile, by default all. With "narrow"
+those of 4 and 8 bits are compiled, in all of their forms.
 
 The public functions are called with CPU tensors of real types and shapes; what would be launched is compiled instead.
 The interpreter forgives what the compiler does not (types that change in a loop, shapes that do not fit a matrix
@@ -28,7 +29,9 @@ from gpu import kernels
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels import prefill
 from gpu.kernels.dispatch import interpreted
+from gpu.kernels.quantized import MULTIPLIES_E4M3, quantized_linear
 from gpu.runner.rows import BatchSizes
+from gpu.weights.tensors import QuantizedMatrix
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -37,7 +40,10 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
+SMALL = {torch.float32: torch.bfloat16}  # packed matrices are multiplied by 16 bits
 COMPILED: set[str] = set()
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -132,6 +138,8 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.grouped_linear(zeros(4, 4096), zeros(8, 512, 4096), zeros(8, 512), groups, gather=True)
     kernels.grouped_linear(zeros(8, 2880), zeros(8, 512, 2880), None, groups, scatter=True)
     kernels.combine(zeros(8, 4096), floats(4, 2))
+    quantized_linear(zeros(1, 4096, dtype=SMALL.get(dtype, dtype)), packed(4, 128))
+    quantized_linear(zeros(1, 4096, dtype=SMALL.get(dtype, dtype)), packed(0, 128))
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     where = (zeros(4, 48, 128), longs(4), table, cache, longs(4))
@@ -172,15 +180,41 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.apply_penalties(logits, columns, ints(4, 4096), longs(4), scratch=ints(4, 128256))
 
 
+def packed(bits: int, group: int, *, has_zeros: bool = False) -> QuantizedMatrix:
+    """A matrix of Llama 3 8B."""
+    numbers = torch.zeros(1024, 4096 // (2 if bits == 4 else 1), dtype=torch.uint8)
+    groups = 4096 // group if group else 1
+    zeros = torch.zeros(groups, 1024, dtype=torch.uint8) if has_zeros else None
+    return QuantizedMatrix(numbers, torch.zeros(groups, 1024), zeros, None, 8 if bits else 0, bits, group, 64)
+
+
+def call_narrow(dtype: torch.dtype) -> None:
+    """Products with weights of 4 and 8 bits, for any number of rows, and a cache of 8 bits."""
+    for rows in (1, 64, 512):
+        x = torch.zeros(rows, 4096, dtype=dtype)
+        for bits, group in ((4, 128), (8, 0), (0, 128), (0, 0)):
+            quantized_linear(x, packed(bits, group, has_zeros=bits == 4))
+    if prefill.capability_of(x.device) < MULTIPLIES_E4M3:
+        return
+    ids = torch.zeros(4, dtype=torch.int64)
+    for head_dim in (64, 128, 256):
+        cache = torch.zeros(4, 2, 8, 16, head_dim).to(torch.float8_e4m3fn)
+        qkv, table = torch.zeros(4, 48, head_dim, dtype=dtype), torch.zeros(2, 64, head_dim, dtype=dtype)
+        kernels.rope_and_cache(qkv, ids, table, cache, ids, num_heads=32)
+        query, lengths = torch.zeros(512, 32, head_dim, dtype=dtype), (ids.int(), torch.zeros(5, dtype=torch.int32))
+        work = kernels.list_attention_work(query, 8, *lengths)
+        kernels.paged_attention(query, cache, torch.zeros(4, 64, dtype=torch.int32), *lengths, work, scale=1.0)
+
+
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET"):
         sys.exit("Triton would interpret: unset TRITON_INTERPRET")
     capability = int(sys.argv[1])
 
     def run(kernel: JITFunction, *args, **keywords) -> None:
-        compile_instead(capability, sys.argv[3:], kernel, *args, **keywords)
+        compile_instead(capability, [name for name in sys.argv[3:] if name != "narrow"], kernel, *args, **keywords)
 
     JITFunction.run = run
     prefill.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     with interpreted():  # CPU tensors to the launchers
-        call_all(getattr(torch, sys.argv[2]))
+        (call_narrow if "narrow" in sys.argv else call_all)(getattr(torch, sys.argv[2]))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 Tensors = dict[str, torch.Tensor]
+OF_4_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 class Written(NamedTuple):
@@ -185,16 +186,35 @@ def compressed(kind: str, group: int | None = None, *, symmetric: bool = True, a
 
 def _nvfp4(weight: torch.Tensor) -> Written:
     """Blocks of 16 numbers of 4 bits, with a scale in FP8, and one for all."""
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     parts = weight.unflatten(1, (-1, 16))
     overall = 448 * 6 / weight.abs().max()
     scales = _to_fp8(parts.abs().amax(-1) / 6 * overall)
     steps = (scales.float() / overall)[..., None]
-    q = ((parts / steps.clamp(min=1e-20))[..., None] - values).abs().argmin(-1).to(torch.uint8)
+    q = ((parts / steps.clamp(min=1e-20))[..., None] - OF_4_BITS).abs().argmin(-1).to(torch.uint8)
     both = q.flatten(1).unflatten(1, (-1, 2))
     tensors = {"weight_packed": both[..., 0] | both[..., 1] << 4, "weight_scale": scales}
     tensors["weight_global_scale"] = overall.reshape(1)
-    return Written(tensors, (values[q.long()] * steps).flatten(1))
+    return Written(tensors, (OF_4_BITS[q.long()] * steps).flatten(1))
+
+
+def modelopt(algorithm: str) -> Format:
+    """Kinds: "FP8", "NVFP4"."""
+
+    def write(weight: torch.Tensor) -> Written:
+        if algorithm == "FP8":
+            found = fp8("tensor").write(weight)
+            return Written(found.tensors | {"k_scale": torch.tensor(1.0)}, found.meant)
+        tensors, _ = _nvfp4(weight)
+        overall = 1 / tensors["weight_global_scale"]
+        numbers, scales = tensors["weight_packed"], tensors["weight_scale"]
+        q = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
+        steps = (scales.float() * overall).repeat_interleave(16, 1)
+        return Written(
+            {"weight": numbers, "weight_scale": scales, "weight_scale_2": overall[0]}, OF_4_BITS[q.long()] * steps
+        )
+
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}
+    return Format(config | {"exclude_modules": ["lm_head", "model.layers.1.mlp*"]}, write)
 
 
 # The code book of Dettmers et al., "QLoRA" (arXiv:2305.14314), appendix E, and that of bitsandbytes' fp4: numbers of
@@ -249,6 +269,8 @@ FORMATS: dict[str, Format] = {
     "compressed-tensors W4A16, act-order": compressed("w4a16", 64, act_order=True),
     "compressed-tensors W8A16": compressed("w8a16"),
     "compressed-tensors NVFP4": compressed("nvfp4", 16),
+    "modelopt FP8": modelopt("FP8"),
+    "modelopt NVFP4": modelopt("NVFP4"),
     "AWQ": awq(),
     "GPTQ 4 bits": gptq(4),
     "GPTQ 4 bits, symmetric": gptq(4, symmetric=True),

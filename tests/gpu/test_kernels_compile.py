@@ -11,7 +11,7 @@ import pytest
 
 import gpu.kernels
 
-MULTIPLYING = ("_decode", "_prefill", "_grouped_linear")
+MULTIPLYING = ("_decode", "_prefill", "_grouped_linear", "_quantized_linear")
 # What a multiprocessor gives one block.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = ("bfloat16", "float16", "float32")
@@ -24,7 +24,8 @@ def compiled(folder: Path, capability: int, dtype: str, *kernels: str) -> list[d
         assert report["stack"] == 0, report
         assert report["shared"] <= SHARED_MEMORY[capability], report
         assert report["joins"], report  # multiplications and additions, as bits depend on it
-        multiplies = report["kernel"] in MULTIPLYING and dtype != "float32"  # of which there is no exact instruction
+        # There is no exact instruction for float32.
+        multiplies = report["kernel"] in MULTIPLYING and (dtype != "float32" or "_quantized" in report["kernel"])
         assert bool(report["matrix_instructions"]) == multiplies, report
     return reports
 
@@ -43,6 +44,14 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
 @pytest.mark.timeout(600)
 def test_attention_compiles_for_a_card_with_operands_in_registers_without_spilling_them(tmp_path):
     assert compiled(tmp_path, 89, "float16", "_prefill")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_weights_and_caches_of_few_bits_compile_for_every_card_without_spilling_registers(tmp_path, capability):
+    kernels = {report["kernel"] for report in compiled(tmp_path, capability, "bfloat16", "narrow")}
+    assert kernels >= ({"_quantized_linear"} if capability < 89 else {"_quantized_linear", "_decode", "_prefill"})
 
 
 @pytest.mark.storm
@@ -68,8 +77,9 @@ def launched_kernels() -> set[str]:
 @pytest.mark.timeout(600)
 def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
     rehearsed, later, of_stage, later_of_stage = printed("compile_census")
-    of_experts = {"_grouped_linear", "_combine"}  # which the model of the census has none of
-    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - of_experts
+    # The model of the census has no experts and no quantized layers.
+    of_others = {"_grouped_linear", "_combine", "_quantized_linear", "_quantize_rows"}
+    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - of_others
     assert later == []
     assert any(form.startswith("_prefill") for form in of_stage)
     assert later_of_stage == []
@@ -94,7 +104,7 @@ def test_a_pool_compiles_all_kernels_before_the_first_runs_and_reports_each(tmp_
         done = range(1, number + 1)
         return [["Compiling kernels", 0, None], *(["Compiling kernels", each, number] for each in done)]
 
-    steps = [["Measuring the memory of steps", done, 5] for done in range(6)]
+    steps = [["Measuring the memory of steps", done, 6] for done in range(7)]
     graphs = [["Measuring the memory of CUDA graphs", done, 2] for done in range(2)]
     assert found["reports"] == compiling(found["of the worker"]) + steps + graphs
     assert found["asked by the worker"] == []

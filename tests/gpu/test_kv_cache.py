@@ -55,6 +55,10 @@ def test_an_explicit_size_is_taken_in_full():
     assert size(max_num_seqs=1, max_model_len=16, kv_cache_memory=500 * BYTES_PER_BLOCK).num_blocks == 500
 
 
+def test_a_scale_takes_its_part_of_a_number():
+    assert size(element_size=1 + 4 / 16).bytes_per_block == BYTES_PER_BLOCK * 5 // 16
+
+
 def test_an_unset_context_is_lowered_to_what_fits():
     assert size(budget=10 * BYTES_PER_BLOCK).max_model_len == 160
 

@@ -167,14 +167,49 @@ void soften(Run& run, int count) {
     }
 }
 
+// A tile of a cache of integers: keys and values, then the scales of each token's.
+template <class Byte, class Float>
+struct IntegerTile {
+    Byte *keys, *values;
+    Float *key_scales, *value_scales;
+
+    template <class Word>
+    IntegerTile(Word* tile, int64_t size)
+        : keys((Byte*)tile), values(keys + size), key_scales((Float*)(values + size)), value_scales(key_scales + kTile) {}
+};
+
+// The integers of `count` pieces become bfloat16 at `to`; tokens from `end` on, whose memory may hold anything, zeros.
+void expand(Run& run, int begin, int count, int64_t end, uint16_t* to) {
+    const int64_t size = (int64_t)run.dim * kTile;
+    for (int p = begin; p < begin + count; p++, to += 2 * size) {
+        Piece& piece = run.pieces[p];
+        const IntegerTile<const int8_t, const float> tile(piece.keys, size);
+        float keys[2 * kTile] = {}, values[kTile / 2][kTile];
+        for (int i = 0; i < kTile; i++) {
+            const bool known = i < piece.lanes && piece.position + i < end;
+            if (known) keys[2 * i] = keys[2 * i + 1] = tile.key_scales[i];
+            for (int j = i % 2; j < kTile; j += 2) values[i / 2][j] = known ? tile.value_scales[i] : 0;
+        }
+        auto one = [](const int8_t* from, const float* scales) {
+            return to_bf16(to_f32(load<i8x16>(from)) * load<f32x16>(scales));
+        };
+        for (int64_t i = 0; i < size; i += 16) store(to + i, one(tile.keys + i, keys + i % 32));
+        for (int64_t i = 0; i < size; i += 16)
+            store(to + size + i, one(tile.values + i, values[i / (2 * run.dim)]));
+        piece.keys = to;
+    }
+}
+
 // `next` is what this thread does next, or null; `asked`: what it did before has asked for the first keys of this.
 void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, const Results& out, float* kept,
                 const Work& work, const Work* next, bool asked) {
     const Heads& heads = *cache.heads;
     thread_local Run run;
     thread_local Buffer<float> part_sums, all_sums;
+    thread_local Buffer<uint16_t> expanded;
     const int group = heads.query / heads.kv, dim = heads.dim, rows = rows_of(heads, work);
     run.rows = rows, run.dim = dim, run.scale = heads.scale * kLog2E, run.asking = work.count == 1;
+    run.is_int8 = heads.is_int8 != 0;
     run.sums = sums_in(part_sums.reserve(size_of_sums(kMaxRows, dim)), kMaxRows, dim);
     int64_t first[kMaxRows], last[kMaxRows];  // positions that a row sees
     for (int r = 0; r < rows; r++) {
@@ -204,6 +239,8 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, c
         for (int done = 0, count; done < all; done += count) {
             // Up to the next multiple of a stretch, so that its borders do not depend on where the window begins.
             count = std::min(all - done, kStretchTiles - (int)((tiles.begin + done) % kStretchTiles));
+            if (run.is_int8)
+                expand(run, done, count, last[rows - 1] + 1, expanded.reserve(2 * kStretchTiles * heads.tile_size()));
             score(run, done, count);
             if (heads.softcap != 0) cap(run, heads, count);
             mask(run, first, last, done, count);
@@ -243,6 +280,21 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
     const Heads& heads = *cache.heads;
     int tile = offset / kTile, lane = offset % kTile;
     uint16_t* keys = cache.keys(block, tile, head);
+    if (heads.is_int8) {
+        const IntegerTile<int8_t, float> to(keys, heads.tile_size());
+        auto rounded = [&](const float* from, float& scale, int8_t* first, auto place) {
+            float most = 0;  // a NaN stays one
+            for (int d = 0; d < heads.dim; d++)
+                if (most == most && !(std::fabs(from[d]) <= most)) most = std::fabs(from[d]);
+            scale = most / 127;
+            const float inverse = most > 0 ? 127 / most : 0;
+            for (int d = 0; d < heads.dim; d++) first[place(d)] = (int8_t)std::lrint(from[d] * inverse);
+        };
+        rounded(key, to.key_scales[lane], to.keys, [&](int d) { return d / 2 * 2 * kTile + lane * 2 + d % 2; });
+        rounded(value, to.value_scales[lane], to.values,
+                [&](int d) { return (lane / 2 * heads.dim + d) * 2 + lane % 2; });
+        return;
+    }
     uint16_t* values = cache.values(block, tile, head);
     uint16_t* pair = values + (int64_t)(lane / 2) * heads.dim * 2;
     for (int d = 0; d < heads.dim; d += 16) {

@@ -3,7 +3,8 @@
 // A block of the cache is cut into tiles of 16 tokens (its last one may be shorter). For each KV head a tile holds its
 // keys as [head_dim / 2][16 tokens][2 dimensions], so that one dot product scores 16 tokens, and after them its values
 // as [8 pairs of tokens][head_dim][2 tokens], so that one dot product adds two tokens to 16 dimensions. All bfloat16. AMX
-// multiplies both as they lie.
+// multiplies both as they lie. A cache of integers of 8 bits has them in the same order, and after them a float32 scale
+// for the key and one for the value of each of 16 tokens; they become bfloat16, a stretch at a time, when they are read.
 //
 // Keys are taken in stretches of 256 by their position in the sequence, with a running maximum (online softmax, Milakov
 // and Gimelshein, arXiv:1805.02867), which begins anew every 2,048 keys: such parts are merged in their order, whether
@@ -29,9 +30,12 @@ struct Heads {
     float scale;
     float softcap;  // scores s become softcap * tanh(s / softcap); 0: they stay
     const float* sinks;  // [query], or null: scores of nothing, that take their share of the weights
+    int32_t is_int8;     // the cache has integers of 8 bits, not bfloat16
 
     int tiles_per_block() const { return (block_size + kTile - 1) / kTile; }
     int64_t tile_size() const { return (int64_t)dim * kTile; }  // of the keys or the values of one head, in elements
+    // Keys and values of one head, in uint16_t.
+    int64_t pair_size() const { return is_int8 ? tile_size() + 4 * kTile : 2 * tile_size(); }
 };
 
 // Where the tokens of a step belong, as gpu.attention.AttentionMetadata: B requests, T tokens.
@@ -51,7 +55,7 @@ struct Cache {
     const Heads* heads;
 
     uint16_t* keys(int64_t block, int tile, int head) const {
-        return data + (((block * heads->tiles_per_block() + tile) * heads->kv + head) * 2) * heads->tile_size();
+        return data + ((block * heads->tiles_per_block() + tile) * heads->kv + head) * heads->pair_size();
     }
     uint16_t* values(int64_t block, int tile, int head) const { return keys(block, tile, head) + heads->tile_size(); }
 };

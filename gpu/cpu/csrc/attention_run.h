@@ -55,13 +55,14 @@ struct Run {
     // meanwhile, keys among scores and values among values: waiting for both together is most of what a lone query costs.
     Piece pieces[(kPart + kStretch) / kTile];
     int known;    // pieces
+    bool is_int8;  // the pieces are of a cache of integers, until they are expanded
     bool asking;  // not where many queries read the same keys one after the other
 
     void ask_for_keys(int piece) const {
         if (asking && piece < known) ask_for(pieces[piece].keys);
     }
     void ask_for_values(int piece) const {
-        if (asking && piece < known) ask_for(pieces[piece].keys + (int64_t)dim * kTile);
+        if (asking && !is_int8 && piece < known) ask_for(pieces[piece].keys + (int64_t)dim * kTile);
     }
 
   private:

@@ -141,6 +141,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"quantization": "int8", "dtype": "bfloat16"},
         ["quantization is int8", "dtype=auto on a CPU", "dtype is bfloat16", "quantization=none works"],
     ),
+    "keys and values in 8 bits that only a card has": (
+        {"kv_cache_dtype": "fp8"},
+        [
+            "kv_cache_dtype is fp8",
+            "CUDA device of compute capability 8.9",
+            "the library computes",
+            "int8 a CPU",
+            "auto works",
+        ],
+    ),
     "a quantization that does not exist": (
         {"quantization": "fp8"},
         ["HEADRACE_QUANTIZATION", "'fp8'", "none, int8 or int4", "A value that works: none"],

@@ -42,7 +42,8 @@ def write(path: Path, form: Format, *, config: dict[str, Any] | None = None) -> 
     meant: dict[str, torch.Tensor] = {}
     for name, numbers in random_weights(SMALL).items():
         weight = torch.from_numpy(numbers) / 50
-        if "_proj" in name and not (form.config.get("ignore") and "layers.1.mlp" in name):
+        leaves_out = form.config.get("ignore") or "model.layers.1.mlp*" in form.config.get("exclude_modules", ())
+        if "_proj" in name and not (leaves_out and "layers.1.mlp" in name):
             found = form.write(weight)
             tensors |= {name.removesuffix("weight") + kind: tensor for kind, tensor in found.tensors.items()}
             meant[name] = found.meant
@@ -89,6 +90,16 @@ def test_a_rank_reads_its_part(tmp_path: Path, name: str):
     np.testing.assert_array_equal(floats(found[down]), meant[down].numpy()[:, 160:])
 
 
+def test_a_file_of_modelopt_says_how_layers_are_stored_where_the_configuration_does_not(tmp_path: Path):
+    meant = write(tmp_path / "model", FORMATS["modelopt FP8"])
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    quantization = {key: value for key, value in config.pop("quantization_config").items() if key != "quant_method"}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    (tmp_path / "model/hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    for key, weight in read_weights(open_model(str(tmp_path / "model"))):
+        np.testing.assert_array_equal(floats(weight), meant[key].numpy(), err_msg=key)
+
+
 def test_three_bits_run_across_words():
     values = [(7 * i * i + i) % 8 for i in range(32)]
     stream = sum(value << 3 * i for i, value in enumerate(values))
@@ -111,7 +122,7 @@ def test_stored_zero_points_wrap_around(tmp_path: Path):
     ("change", "named"),
     [
         ({"quant_method": "fbgemm_fp8"}, "quant_method='fbgemm_fp8'"),
-        ({"quant_method": "modelopt"}, "quant_method='modelopt'.*GGUF"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'.*GGUF"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit=True"),
         ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"),

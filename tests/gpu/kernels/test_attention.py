@@ -66,19 +66,20 @@ def make_case(
     softcap: float | None = None,
     sinks: bool = False,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
 ) -> Case:
-    """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool."""
+    """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool. The cache may be of another type."""
     torch.manual_seed(rng.randrange(2**31))
     num_heads, num_kv_heads = heads
     pool = list(range(sum(-(-seq_len // block_size) for _, seq_len in lengths) + 2))
     rng.shuffle(pool)
-    cache = torch.full((len(pool), 2, num_kv_heads, block_size, head_dim), POISON, dtype=dtype)
+    cache = torch.full((len(pool), 2, num_kv_heads, block_size, head_dim), POISON).to(kv_dtype or dtype)
     case = Case([], [], [], cache, block_size, window, rng.choice([head_dim**-0.5, 0.2]), softcap)
     if sinks:
         case.sinks = torch.randn(num_heads) * 3
     for query_len, seq_len in lengths:
         blocks = [pool.pop() for _ in range(-(-seq_len // block_size))]
-        kv = torch.randn(2, num_kv_heads, seq_len, head_dim).to(dtype)
+        kv = torch.randn(2, num_kv_heads, seq_len, head_dim).to(kv_dtype or dtype)
         for number, block in enumerate(blocks):
             tokens = kv[:, :, number * block_size : (number + 1) * block_size]
             cache[block, :, :, : tokens.shape[2]] = tokens
@@ -193,6 +194,14 @@ def test_rows_of_nobody_are_left_alone_and_so_are_requests_without_queries():
 @pytest.mark.parametrize("window", [None, 50])
 def test_scores_are_capped_in_decodes_and_chunks(window):
     case = make_case(random.Random(3), [(1, 70), (1, 300), (20, 90)], heads=(4, 1), window=window, softcap=1.5)
+    case.assert_right(attend(case))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_cache_of_8_bits_is_read_as_the_numbers_that_it_has(window):
+    lengths = [(1, 70), (1, 300), (20, 90)]
+    kinds = {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn}
+    case = make_case(random.Random(4), lengths, heads=(4, 2), window=window, **kinds)
     case.assert_right(attend(case))
 
 

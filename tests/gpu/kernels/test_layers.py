@@ -116,3 +116,19 @@ def test_queries_are_rotated_in_place_and_keys_and_values_stored(seed):
         stored[block, 0, :, offset] = key[token]
         stored[block, 1, :, offset] = value[token]
     assert_near(cache, stored)
+
+
+@pytest.mark.usefixtures("right_e4m3")
+def test_a_cache_of_8_bits_gets_the_nearest_numbers_and_the_largest_for_larger_ones():
+    rotary = RotaryEmbedding(16, 8, Rope(10000.0), Place(torch.float32, "cpu"))
+    qkv = torch.randn(2, 4, 16)
+    qkv[0, 3, :3] = torch.tensor([500.0, -1e9, 127.9])
+    qkv[1, 3, 5] = qkv[1, 3, 13] = torch.nan
+    wanted = qkv.clone()
+    cache = torch.zeros(2, 2, 1, 4, 16).to(torch.float8_e4m3fn)
+    rope_and_cache(qkv, torch.zeros(2).long(), rotary.table, cache, torch.tensor([1, 4]), num_heads=2)
+    for token, block, offset in ((0, 0, 1), (1, 1, 0)):  # at position 0 nothing is rotated
+        stored, near = cache[block, :, 0, offset].float(), wanted[token, 2:].clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(stored.nan_to_num(), near.float().nan_to_num())
+        assert stored.isnan().any() == (token == 1)
+    assert cache[0, 1, 0, 1, :3].tolist() == [448.0, -448.0, 128.0]

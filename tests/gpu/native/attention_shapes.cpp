@@ -74,6 +74,7 @@ struct Shape {
         heads.window = any(0, 2) ? 0 : any(1, any(0, 1) ? 100 : 4000);
         heads.scale = 1 / std::sqrt((float)heads.dim);
         heads.softcap = any(0, 2) ? 0 : 2;
+        heads.is_int8 = any(0, 2) == 0;
         sinks = numbers((size_t)heads.query, 3);
         for (float& sink : sinks)
             if (!any(0, 9)) sink = any(0, 1) ? 300 : -300;
@@ -85,6 +86,9 @@ struct Shape {
             request.first = std::max(0, request.length - 1 - 300000000 / (request.length * heads.query * heads.dim));
             request.keys = numbers((size_t)request.length * kv * heads.dim, 1);
             request.values = numbers(request.keys.size(), 1);
+            if (heads.is_int8) for (std::vector<float>* all : {&request.keys, &request.values})  // as integers are kept
+                for (size_t i = 0; i < all->size(); i++)
+                    (*all)[i] = i % heads.dim ? std::rint(std::min(std::max((*all)[i] * 32, -127.0f), 127.0f)) / 32 : 127.0f / 32;
             request.queries = numbers((size_t)(request.length - request.first) * heads.query * heads.dim, one_of({1, 5}));
             request.blocks.resize((request.length + heads.block_size - 1) / heads.block_size);
             std::iota(request.blocks.begin(), request.blocks.end(), blocks);
@@ -96,7 +100,7 @@ struct Shape {
         std::shuffle(order.begin(), order.end(), generator);
         for (Request& request : requests)
             for (int32_t& block : request.blocks) block = order[block];
-        memory.reset(new Memory((size_t)blocks * heads.tiles_per_block() * kv * 2 * heads.tile_size()));
+        memory.reset(new Memory((size_t)blocks * heads.tiles_per_block() * kv * heads.pair_size()));
     }
 
     void write(const Request& request, int begin, int end) {

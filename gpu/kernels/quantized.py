@@ -1,0 +1,210 @@
+"""Linear layers with weights as a quantized checkpoint has them: integers of up to 4 or of 8 bits, and FP8 (E4M3).
+
+1. A weight is scale (q - zero). A group of inputs shares scale and zero point: its products are added up without them,
+   exactly as integers or E4M3 allow, and the sum is scaled in float32.
+2. Integers and, where the device does not multiply E4M3, FP8 weights are converted to the type of the activations, in
+   which they are exact. Elsewhere FP8 layers round their activations to E4M3, each row of a group with its own scale.
+3. Weights are the left operand: there matrix instructions of Hopper take them from the registers where they are
+   unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpu.kernels import prefill
+from gpu.kernels.dispatch import on_triton, tl, triton
+from gpu.weights.tensors import QuantizedMatrix
+
+LARGEST_E4M3 = 448.0
+MULTIPLIES_E4M3 = (8, 9)  # the first compute capability that does
+# Up to how many rows; rows and outputs of a program, warps, stages. Chosen by what compiles, not by what was timed.
+TILES = ((16, 16, 32, 4, 6), (64, 64, 64, 4, 4), (2**31, 128, 64, 8, 3))
+EXACT_TILE = (16, 16, 4, 2)  # of float32
+
+
+class QuantizedLinear:
+    """The product of one or several matrices with the same input, of which some may not be quantized."""
+
+    def __init__(self, parts: Sequence[QuantizedMatrix | torch.Tensor]) -> None:
+        self.parts: list[QuantizedMatrix | torch.Tensor] = []
+        for part in parts:
+            last = self.parts[-1] if self.parts else None
+            if isinstance(part, QuantizedMatrix) and isinstance(last, QuantizedMatrix) and last.fits(part):
+                self.parts[-1] = replace(
+                    last,
+                    numbers=torch.cat((last.numbers, part.numbers)),
+                    scales=torch.cat((last.scales, part.scales), 1),
+                    zeros=None if last.zeros is None or part.zeros is None else torch.cat((last.zeros, part.zeros), 1),
+                )
+            else:
+                self.parts.append(part)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[R, inputs] -> [R, outputs of all parts]"""
+        products = [
+            quantized_linear(x, part) if isinstance(part, QuantizedMatrix) else F.linear(x, part) for part in self.parts
+        ]
+        output = products[0] if len(products) == 1 else torch.cat(products, 1)
+        return output if bias is None else output.add_(bias)
+
+
+def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
+    """[R, inputs] -> [R, outputs], in the type of x"""
+    if matrix.order is not None:
+        x = x.index_select(1, matrix.order)
+    x_scales, out_type = None, x.dtype
+    if matrix.bits == 0 and prefill.capability_of(x.device) >= MULTIPLIES_E4M3:
+        x, x_scales = quantize_rows(x, matrix.group)
+    if not on_triton(x):
+        return quantized_linear_reference(x, x_scales, matrix).to(out_type)
+    (out_size, in_size), num_rows = matrix.shape, len(x)
+    output = torch.empty((num_rows, out_size), dtype=out_type, device=x.device)
+    if num_rows:
+        # Cards that keep operands in registers have too few for the largest tile of 4 bits.
+        has_room = matrix.bits != 4 or prefill.capability_of(x.device)[0] in prefill.FROM_SHARED_MEMORY
+        tiles = TILES if has_room else (TILES[0], (TILES[2][0], *TILES[1][1:]))
+        _, rows, outputs, warps, stages = next(tile for tile in tiles if num_rows <= tile[0])
+        if x.dtype == torch.float32:
+            rows, outputs, warps, stages = EXACT_TILE
+        _quantized_linear[(triton.cdiv(num_rows, rows), triton.cdiv(out_size, outputs))](
+            output,
+            x.contiguous(),
+            matrix.scales if x_scales is None else x_scales,
+            matrix.numbers if x_scales is None else matrix.numbers.view(torch.float8_e4m3fn),
+            matrix.scales,
+            matrix.scales if matrix.zeros is None else matrix.zeros,
+            num_rows,
+            in_size,
+            out_size,
+            GROUP=matrix.group,
+            BITS=matrix.bits,
+            ZERO=matrix.zero,
+            HAS_ZEROS=matrix.zeros is not None,
+            HAS_X_SCALES=x_scales is not None,
+            HALVES=2 if matrix.bits == 4 else 1,
+            COLUMNS=matrix.columns,
+            ROWS=rows,
+            OUTPUTS=outputs,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return output
+
+
+def quantized_linear_reference(x: torch.Tensor, x_scales: torch.Tensor | None, matrix: QuantizedMatrix) -> torch.Tensor:
+    """Do the work of `quantized_linear` in torch; the result is float32."""
+    values = x.float()
+    if x_scales is not None:
+        values *= x_scales.repeat_interleave(matrix.group or values.shape[1], 1)[:, : values.shape[1]]
+    return values @ matrix.dequantize().T
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantized_linear(
+    output_ptr,
+    x_ptr,
+    x_scales_ptr,  # float32 [rows, groups]
+    numbers_ptr,
+    scales_ptr,
+    zeros_ptr,
+    num_rows,
+    in_size,
+    out_size,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_X_SCALES: tl.constexpr,
+    HALVES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    in_rows, in_outputs = row < num_rows, output < out_size
+    column = tl.arange(0, COLUMNS)
+    x_ptrs = x_ptr + row.to(tl.int64)[None, :] * in_size + column[:, None]
+    numbers_ptrs = numbers_ptr + output.to(tl.int64)[:, None] * (in_size // HALVES) + column[None, :]
+    num_groups = tl.cdiv(in_size, GROUP) if GROUP > 0 else 1
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for first in range(0, in_size, COLUMNS * HALVES):
+        stored = in_outputs[:, None] & (first + column < in_size)[None, :]
+        numbers = tl.load(numbers_ptrs + first // HALVES, mask=stored, other=0.0 if HAS_X_SCALES else 0)
+        for half in tl.static_range(HALVES):
+            start = first + half * COLUMNS
+            given = in_rows[None, :] & (start + column < in_size)[:, None]
+            x = tl.load(x_ptrs + start, mask=given, other=0.0)
+            group = start // GROUP if GROUP > 0 else 0
+            if HAS_X_SCALES:
+                weight = numbers
+            elif BITS == 0:
+                # E4M3 as a float16 with a smaller exponent. The two that are not numbers are in no checkpoint.
+                wide = numbers.to(tl.uint16)
+                weight = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
+                weight = weight.to(x.dtype)
+            else:
+                integers = ((numbers >> (4 * half)) & 15 if HALVES == 2 else numbers).to(tl.int16)
+                if HAS_ZEROS:
+                    zero = tl.load(zeros_ptr + group * out_size + output, mask=in_outputs, other=0)
+                    weight = (integers - zero.to(tl.int16)[:, None]).to(x.dtype)
+                else:
+                    weight = (integers - ZERO).to(x.dtype)
+            if HAS_X_SCALES:  # Hopper adds up few bits of such products unless it is limited
+                product = tl.dot(weight, x, max_num_imprecise_acc=COLUMNS)
+            else:
+                product = tl.dot(weight, x, input_precision="ieee")
+            if GROUP > 0:
+                scale = tl.load(scales_ptr + group * out_size + output, mask=in_outputs, other=0.0)
+                product *= scale[:, None]
+                if HAS_X_SCALES:
+                    product *= tl.load(x_scales_ptr + row * num_groups + group, mask=in_rows, other=0.0)[None, :]
+            total += product
+    if GROUP == 0:
+        total *= tl.load(scales_ptr + output, mask=in_outputs, other=0.0)[:, None]
+        if HAS_X_SCALES:
+            total *= tl.load(x_scales_ptr + row, mask=in_rows, other=0.0)[None, :]
+    target = output_ptr + row.to(tl.int64)[None, :] * out_size + output[:, None]
+    tl.store(target, total.to(output_ptr.dtype.element_ty), mask=in_outputs[:, None] & in_rows[None, :])
+
+
+def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round activations to E4M3: [R, inputs] -> the same as float8_e4m3fn, and float32 [R, groups] with the scale of
+    each `group` of a row's inputs (0: of all), by which its largest number becomes the largest of E4M3."""
+    num_rows, in_size = x.shape
+    size = group or in_size
+    num_groups = -(-in_size // size)
+    if not on_triton(x):
+        parts = F.pad(x.float(), (0, num_groups * size - in_size)).unflatten(1, (num_groups, size))
+        scales = parts.abs().amax(2).clamp(min=1e-10) / LARGEST_E4M3
+        rounded = (parts / scales[..., None]).flatten(1)[:, :in_size].to(torch.float8_e4m3fn)
+        return rounded.contiguous(), scales
+    output = torch.empty((num_rows, in_size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        options: dict[str, Any] = {"GROUP": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+        _quantize_rows[(num_rows, num_groups)](output, scales, x, x.stride(0), in_size, LARGEST_E4M3, **options)
+    return output, scales
+
+
+@triton.jit
+def _quantize_rows(
+    output_ptr, scales_ptr, x_ptr, row_stride, in_size, largest, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    place = tl.arange(0, BLOCK)
+    column = group * GROUP + place
+    inside = (place < GROUP) & (column < in_size)
+    x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    # The sum is 0, or no number if one of x is not finite: then the row's outputs are not, either.
+    scale = tl.maximum(tl.max(tl.abs(x)), 1e-10) / largest + tl.sum(x * 0.0)
+    tl.store(output_ptr + row * in_size + column, (x / scale).to(output_ptr.dtype.element_ty), mask=inside)
+    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)

@@ -136,8 +136,8 @@ class CallObject:
             return
         self._expect = _Next.COMMA_OR_END
         if key == "name":
-            self._name = self._name or _unquoted(value)
-            if not self._name or (self._names is not None and self._name not in self._names):
+            former, self._name = self._name, _unquoted(value)
+            if former or not self._name or (self._names is not None and self._name not in self._names):
                 self.state = BlockState.BROKEN
             elif self._waiting:
                 self._give(self._waiting)

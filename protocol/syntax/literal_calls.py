@@ -116,6 +116,7 @@ class PythonCalls:
             self._depth, self._place, self._code = 1, 0, "call("
         elif text[found.end() : found.end() + 1] == "{":
             self._object = CallObject(self._sink, self._names)
+            return found.end() or self.step(text)  # 0 would wait for more text
         else:
             self.state = BlockState.DONE
         return found.end()

@@ -664,6 +664,7 @@ def test_phi_gets_its_tools_between_its_own_tags() -> None:
         ("[other(s='a')]", [ContentDelta("[other(s='a')]")]),
         ("See [send_it(s='a')]", [ContentDelta("See [send_it(s='a')]")]),
         ("[send_", [ContentDelta("[send_")]),
+        ("[send_it(){, 1] [send_it()]", ["send_it", {}, ContentDelta("{, 1] [send_it()]")]),
     ],
 )
 def test_calls_in_python_may_come_without_tags_where_the_text_begins(text: str, parts: list[Any]) -> None:
@@ -680,6 +681,13 @@ def test_code_that_is_no_value_is_reported_and_not_run(code: str) -> None:
     assert (parts[0], cut) == ("send_it", frozenset({0}))
     assert code in parts[1].text
     assert "w1" in parts[1].text
+
+
+def test_a_call_after_a_broken_block_is_read_however_the_text_is_cut() -> None:
+    text = FAMILIES["lfm2"].write([("time.v2-b", {})])
+    expected = ["time.v2-b", {}, ContentDelta("{, 1] w1"), "time.v2-b", {}]
+    for random in (None, *map(Random, range(20))):
+        assert valued(read("lfm2", text.replace(")]", "){, 1]") + f" w1 {text}", random=random)[0]) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -86,6 +86,9 @@ HERMES_CASES = {
     '<tool_call>{"name": "f", "arguments": {}}': call(0, "f", "{}"),
     '<tool_call>{"name": "f", "arguments": {}}</tool_': call(0, "f", "{}"),
     # no call: nothing is lost
+    '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>': content(
+        '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>'
+    ),
     '<tool_call>{"name": "f", "argum': content('<tool_call>{"name": "f", "argum'),
     "<tool_call>f(1)</tool_call>": content("<tool_call>f(1)</tool_call>"),
     "a <tool_call> b": content("a <tool_call> b"),

@@ -112,7 +112,8 @@ def check_config(config: ModelConfig, *, source: str) -> None:
             f"{config.rotary_dim}."
         )
     scaling = config.rope_scaling
-    pairs = (config.head_dim if config.rotary_dim is None else config.rotary_dim) // 2
+    rotated = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    pairs = int(rotated * config.numbers.get("partial_rotary_factor", 1.0)) // 2
     if scaling is not None and scaling.rope_type == "longrope":
         for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
             if len(factors) != pairs:

@@ -225,7 +225,8 @@ class Judge:
         oracle, found = loaded
         wrong = {kind: keys for kind, keys in found.items() if keys}
         assert not wrong, f"it makes up weights: {wrong}"
-        rotary, rope = oracle.base_model.rotary_emb, oracle.config.rope_parameters
+        model, rope = oracle.base_model, oracle.config.rope_parameters
+        rotary = model.rotary_emb if hasattr(model, "rotary_emb") else model.pos_emb
         if rotary is not None and rope.get("rope_type") == "longrope":  # a server's contexts are all long, or all short
             of_long, _ = ROPE_INIT_FUNCTIONS["longrope"](oracle.config, "cpu", seq_len=2**20)
             if rope["original_max_position_embeddings"] < 128:

@@ -16,6 +16,7 @@ from gpu.checkpoint.tensors import check_shapes, tensor_shapes
 from gpu.kv_cache import kv_layout
 from tests.gpu.checkpoint.test_dense_files import assert_gives, made
 from tests.gpu.dense_gguf import write_gguf
+from tests.gpu.dense_models import longrope
 from tests.gpu.hybrid_models import HYBRIDS
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -120,6 +121,10 @@ def test_what_lfm2_and_granite_4_cannot_be_is_refused_by_name(values: dict[str, 
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
         ({"rope_parameters": {**NEXT["rope_parameters"], "partial_rotary_factor": 0.2}}, "partial_rotary_factor"),
         ({"rope_parameters": {**NEXT["rope_parameters"], "partial_rotary_factor": 0.05}}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": longrope(16, 8) | {"partial_rotary_factor": 0.25}},
+            "short_factor must hold .* 2 pairs",
+        ),
         ({"layer_types": 8 * ["linear_attention"]}, "layer_types"),
         ({"layer_types": 4 * ["sliding_attention", "full_attention"]}, "layer_types"),
         ({"attn_output_gate": False}, "attn_output_gate"),

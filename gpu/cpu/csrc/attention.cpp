@@ -13,22 +13,22 @@ namespace headrace {
 namespace {
 
 constexpr int kStretchTiles = kStretch / kTile, kPartTiles = kPart / kTile;
-constexpr int64_t kMaxKept = 1 << 24;  // floats, of parts that wait for being merged
+constexpr int64_t kMaxKept = 1 << 24;  // floats kept for parts that wait to be merged
 constexpr float kNothing = -1e30f;     // the maximum of a row that has seen no key
 constexpr float kLog2E = 1.44269504f;
 
-// A run of queries of one request that one KV head answers. Row r is query r / group of the run, head r % group.
+// A run of queries of one request for one KV head. Row r is query r / group of the run, head r % group.
 struct Work {
     int32_t request;
     int32_t head;
-    int32_t first;  // token of the step
+    int32_t first;  // first token, an index into the step
     int32_t count;  // queries
-    int64_t part;   // the only one to compute, whose sums go to `kept`; kAllParts: all, for the result
-    int64_t kept;   // where in the memory of what is kept
+    int64_t part;   // the only part to compute, with its sums stored at `kept`; kAllParts: all parts, into the result
+    int64_t kept;   // offset into the memory of kept sums
 };
 constexpr int64_t kAllParts = -1;
 
-// The tiles of the keys that a run sees, counted from the request's first.
+// The tiles of keys that a run sees, counted from the request's first tile.
 struct Range {
     int64_t begin, end;
 
@@ -55,18 +55,18 @@ Range tiles_seen(const Heads& heads, const Step& step, const Work& work) {
             tile_of(heads, step.positions[work.first + work.count - 1]) + 1};
 }
 
-// What it takes of a thread's time, about.
+// The approximate cost in thread time.
 int64_t cost_of(const Heads& heads, const Work& work, Range tiles) {
     return (tiles.end - tiles.begin) * (rows_of(heads, work) + 4);
 }
 
-// Row r of a run among those of the step.
+// The offset of row r's query in the queries of the step.
 int64_t place_of(const Heads& heads, const Work& work, int r) {
     const int group = heads.query / heads.kv;
     return ((int64_t)(work.first + r / group) * heads.query + work.head * group + r % group) * heads.dim;
 }
 
-// Where they go: a token's heads side by side.
+// Where results go: the heads of a token are contiguous.
 struct Results {
     float* first;
     int64_t stride;
@@ -81,7 +81,7 @@ void clear(const Sums& sums, int rows, int dim) {
     std::fill_n(sums.total, rows, 0.0f);
 }
 
-// Sums that have seen nothing change no bit of the others.
+// Merging sums that have seen no key changes no bit of the others.
 void merge(const Sums& into, const Sums& from, int rows, int dim) {
     for (int r = 0; r < rows; r++) {
         const float now = std::max(into.maximum[r], from.maximum[r]);
@@ -106,7 +106,7 @@ void finish(const Heads& heads, const Work& work, const Sums& sums, const Result
     }
 }
 
-// Where the keys of these tiles are.
+// Append the pieces of these tiles to the run.
 void find(Run& run, const Cache& cache, const Step& step, const Work& work, Range tiles) {
     const Heads& heads = *cache.heads;
     const int32_t* table = step.block_table + work.request * step.block_table_stride;
@@ -120,7 +120,7 @@ void find(Run& run, const Cache& cache, const Step& step, const Work& work, Rang
     }
 }
 
-// Caps scores, which have not their scale yet. tanh(x) = 2 sigmoid(2 x) - 1.
+// Cap the scores before they are scaled. tanh(x) = 2 sigmoid(2 x) - 1.
 void cap(Run& run, const Heads& heads, int count) {
     const f32x16 in = splat(2 * heads.scale / heads.softcap), out = splat(heads.softcap / heads.scale);
     for (int r = 0; r < run.rows; r++)
@@ -128,7 +128,7 @@ void cap(Run& run, const Heads& heads, int count) {
             store(at, fma(sigmoid(load<f32x16>(at) * in), out + out, -out));
 }
 
-// Scores of keys that a row does not see become -inf.
+// Set the scores of keys that a row does not see to -inf.
 void mask(Run& run, const int64_t* first, const int64_t* last, int begin, int count) {
     for (int p = 0; p < count; p++) {
         const int64_t position = run.pieces[begin + p].position;
@@ -141,7 +141,7 @@ void mask(Run& run, const int64_t* first, const int64_t* last, int begin, int co
     }
 }
 
-// Turn scores into weights, 2^(score - maximum), and scale what is summed so far to the new maximum.
+// Turn scores into weights, 2^(score - maximum), and rescale the sums so far to the new maximum.
 void soften(Run& run, int count) {
     const f32x16 scale = splat(run.scale);
     for (int r = 0; r < run.rows; r++) {
@@ -149,7 +149,7 @@ void soften(Run& run, int count) {
         f32x16 highest = load<f32x16>(scores);
         for (int i = 1; i < count; i++) highest = max(highest, load<f32x16>(scores + i * kTile));
         const float before = run.sums.maximum[r], found = largest(highest) * run.scale;
-        const float now = found > before ? found : before;  // a NaN stays out of the maximum, and reaches the weights
+        const float now = found > before ? found : before;  // a NaN does not enter the maximum but reaches the weights
         if (now != before) {
             run.sums.maximum[r] = now;
             const f32x16 factor = exp2(splat(before - now));
@@ -161,13 +161,13 @@ void soften(Run& run, int count) {
         for (int i = 0; i < count; i++) {
             u16x16 weight = normal_to_bf16(exp2(fma(load<f32x16>(scores + i * kTile), scale, splat(-now))));
             take(run.weights[r] + i * kTile, weight);
-            total = total + as_f32(widen(weight) << 16);  // as it is used, so that a row's weights are 1 in all
+            total = total + as_f32(widen(weight) << 16);  // the rounded weights, so that those of a row add up to 1
         }
         run.sums.total[r] += sum(total);
     }
 }
 
-// A tile of a cache of integers: keys and values, then the scales of each token's.
+// A tile of an int8 cache: keys and values, then the scale of each token's key and of its value.
 template <class Byte, class Float>
 struct IntegerTile {
     Byte *keys, *values;
@@ -178,7 +178,7 @@ struct IntegerTile {
         : keys((Byte*)tile), values(keys + size), key_scales((Float*)(values + size)), value_scales(key_scales + kTile) {}
 };
 
-// The integers of `count` pieces become bfloat16 at `to`; tokens from `end` on, whose memory may hold anything, zeros.
+// Dequantize `count` pieces to bfloat16 at `to`. Tokens from `end` on, which may hold anything, become zeros.
 void expand(Run& run, int begin, int count, int64_t end, uint16_t* to) {
     const int64_t size = (int64_t)run.dim * kTile;
     for (int p = begin; p < begin + count; p++, to += 2 * size) {
@@ -200,7 +200,7 @@ void expand(Run& run, int begin, int count, int64_t end, uint16_t* to) {
     }
 }
 
-// `next` is what this thread does next, or null; `asked`: what it did before has asked for the first keys of this.
+// `next` is the next work of this thread, or null; `asked`: the first keys of this work are prefetched already.
 void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, const Results& out, float* kept,
                 const Work& work, const Work* next, bool asked) {
     const Heads& heads = *cache.heads;
@@ -237,7 +237,7 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, c
         asked = true;
         clear(run.sums, rows, dim);
         for (int done = 0, count; done < all; done += count) {
-            // Up to the next multiple of a stretch, so that its borders do not depend on where the window begins.
+            // Stop at the next multiple of a stretch, so that its borders do not depend on where the window begins.
             count = std::min(all - done, kStretchTiles - (int)((tiles.begin + done) % kStretchTiles));
             if (run.is_int8)
                 expand(run, done, count, last[rows - 1] + 1, expanded.reserve(2 * kStretchTiles * heads.tile_size()));
@@ -264,7 +264,7 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, c
     finish(heads, work, sums, out);
 }
 
-// The parts of a run in their order, as attend_run() does it where it computes them all.
+// Merge the parts of a run in order, as attend_run() does when it computes all of them.
 void merge_parts(const Heads& heads, const Step& step, const Work& work, float* kept, const Results& out) {
     const int rows = rows_of(heads, work), dim = heads.dim;
     const Range seen = tiles_seen(heads, step, work);
@@ -304,7 +304,7 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
             std::memcpy(keys + (int64_t)(d + i) * kTile + lane * 2, two, sizeof(two));
         }
         u32x16 widened = widen(to_bf16(load<f32x16>(value + d)));
-        // The first of a pair clears the second, which is read with it, with a weight of zero, before it is written.
+        // The first token of a pair clears the second, because kernels read both before the second is written.
         u32x16 present = lane % 2 == 0 ? u32x16{} : load<u32x16>(pair + 2 * d) & splat(0xffffu);
         store(pair + 2 * d, lane % 2 == 0 ? widened : present | widened << 16);
     }
@@ -313,9 +313,9 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
 void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* first, int64_t stride) {
     const Heads& heads = *cache.heads;
     const Results out{first, stride};
-    const int run = std::max(1, kRunRows / (heads.query / heads.kv));  // queries; a group is at most kMaxRows
+    const int run = std::max(1, kRunRows / (heads.query / heads.kv));  // queries; a group has at most kMaxRows heads
     thread_local std::vector<Work> runs, items, split;
-    thread_local std::vector<int> chunks;  // where they begin among the items
+    thread_local std::vector<int> chunks;  // index of the first item of each chunk
     thread_local Buffer<float> memory;
     runs.clear(), items.clear(), split.clear(), chunks.clear();
     int64_t all = 0;
@@ -326,8 +326,8 @@ void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* qu
                 runs.push_back({request, head, token, count, kAllParts, 0});
                 all += cost_of(heads, runs.back(), tiles_seen(heads, step, runs.back()));
             }
-    // Some at a time, as taking one costs about as much as a short one takes; and what would keep a thread busy when
-    // the others are done already is cut into its parts.
+    // A thread takes several items at a time, because taking one costs about as much as computing a short one. A run so
+    // long that one thread would still compute it when the others are done is split into its parts.
     const int64_t chunk = pool.num_threads() == 1 ? all : all / (pool.num_threads() * 8);
     int64_t kept = 0, cost = 0;
     auto add = [&](const Work& work, int64_t more) {

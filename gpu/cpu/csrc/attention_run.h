@@ -1,5 +1,5 @@
-// Between the walk over a request's keys (attention.cpp) and who computes with them: vectors (attention_vectors.cpp) or,
-// in the build that has them, AMX tiles (attention_tiles.cpp).
+// The interface between the walk over a request's keys (attention.cpp) and the kernels: vectors (attention_vectors.cpp)
+// or, in the AMX build, tiles (attention_tiles.cpp).
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 
 namespace headrace {
 
-constexpr int kStretch = 256;      // tokens, if blocks have whole tiles: keys between two looks at the maximum
-constexpr int kPart = 2048;        // tokens, likewise: keys that have one running maximum
-constexpr int kMaxRows = 32;       // queries of one KV head that read a key while it is near
+constexpr int kStretch = 256;      // tokens, if blocks hold whole tiles: keys between two updates of the maximum
+constexpr int kPart = 2048;        // tokens, likewise: keys that share one running maximum
+constexpr int kMaxRows = 32;       // queries of one KV head that use a key while it is in cache
 
-// Queries and weights on their way to a product. AVX-512 without an instruction for pairs of bfloat16 multiplies floats,
-// which it then can read in place, each for all lanes; they are rounded to bfloat16 all the same.
+// The element type of packed queries and weights, rounded to bfloat16 in any case. AVX-512 without a bfloat16 dot
+// product multiplies floats, because it can broadcast them from memory.
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
 using Left = float;
 #else
@@ -25,38 +25,38 @@ using Left = uint16_t;
 inline void take(uint16_t* to, u16x16 rounded) { store(to, rounded); }
 inline void take(float* to, u16x16 rounded) { store(to, as_f32(widen(rounded) << 16)); }
 
-// A tile of keys, with its values behind it.
+// A tile of keys, followed in memory by its values.
 struct Piece {
     const uint16_t* keys;
     int64_t position;  // of its first token
     int lanes;         // tokens
 };
 
-// Of the keys that some rows have seen.
+// The attention of some rows over the keys that they have seen so far.
 struct Sums {
-    float* values;   // [rows, dim], weighted
-    float* maximum;  // [rows], of the scores
-    float* total;    // [rows], of the weights 2^(score - maximum)
+    float* values;   // [rows, dim], sums of weighted values
+    float* maximum;  // [rows], the largest score
+    float* total;    // [rows], sums of the weights 2^(score - maximum)
 };
 
-// What a run of queries works with: a row for each query and head of the group.
+// The working memory of a run of queries: one row for each query and head of the group.
 struct Run {
-    // Longer than a stretch, so that rows do not all begin in the same few sets of the processor's cache.
+    // Longer than a stretch, so that rows do not all begin in the same few cache sets.
     alignas(64) float scores[kMaxRows][kStretch + 16];
     alignas(64) Left weights[kMaxRows][kStretch + 32];
     const uint16_t* query[kMaxRows];
-    Buffer<Left> packed;  // queries as the kernel wants them
+    Buffer<Left> packed;  // queries in the layout of the kernel
     const Left* left[kMaxRows];
-    Sums sums;                // there is memory for kMaxRows
+    Sums sums;                // with memory for kMaxRows rows
     int rows;
     int dim;
-    float scale;  // of scores, for powers of 2
-    // The tiles of a part, and those of the stretch that this thread will look at after it, whose memory is asked for
-    // meanwhile, keys among scores and values among values: waiting for both together is most of what a lone query costs.
+    float scale;  // of scores; includes log2(e), because weights are powers of 2
+    // The tiles of a part, then those of the stretch that this thread computes next. Its keys are prefetched during
+    // scoring, its values during adding: waiting for both at once is most of what a single query costs.
     Piece pieces[(kPart + kStretch) / kTile];
-    int known;    // pieces
-    bool is_int8;  // the pieces are of a cache of integers, until they are expanded
-    bool asking;  // not where many queries read the same keys one after the other
+    int known;    // number of `pieces`
+    bool is_int8;  // the pieces are in an int8 cache, until they are expanded
+    bool asking;  // prefetch; false where many queries read the same keys in turn
 
     void ask_for_keys(int piece) const {
         if (asking && piece < known) ask_for(pieces[piece].keys);
@@ -71,14 +71,14 @@ struct Run {
     }
 };
 
-// Once for a run: take its queries.
+// Pack the queries of a run; called once per run.
 void pack_queries(Run& run);
-// The scores of `count` pieces from `first` on, not scaled yet.
+// Compute the scores of `count` pieces from `first` on, not scaled yet.
 void score(Run& run, int first, int count);
-// Add values by their weights. `end`: behind the last token; what lies there may be anything, and is not read.
+// Add the values by their weights. `end`: the position after the last token; memory from there on has no effect.
 void add_values(Run& run, int first, int count, int64_t end);
 
-// What a thread holds while it calls these, and how many rows they are best at.
+// The state that a thread holds during these calls, and the number of rows that suits them best.
 #if defined(__AMX_BF16__)
 TileShapes attention_shapes(int rows);
 struct Kernel : Tiles {

@@ -1,10 +1,10 @@
-// Attention by AMX tiles over the cache as it lies: a tile of keys is the right side of a product with 16 queries, a tile
-// of values that of one with 16 rows of weights. Registers, all 16 rows of 64 bytes but for the last two:
+// Attention by AMX tiles on the layout of the cache: a tile of keys is the right operand of a product with 16 queries,
+// a tile of values that of one with 16 rows of weights. Registers, all 16 rows of 64 bytes except the last two:
 //
-//   scores   0 and 1 sums, 2 and 3 keys of 32 dimensions, 4 and 5 queries, 6 and 7 the last 16 of an odd number of 16s
+//   scores   0 sums, 4 queries and 5 keys of 32 dimensions, 6 queries and 7 keys of the last 16 of an odd number of 16s
 //   values   0 to 3 sums of 16 dimensions each, 6 weights of 16 tokens, 7 values of 16 tokens (8 pairs)
 //
-// A row's bits depend on no other row (tiles.h), so it does not matter what the rows hold that no query fills.
+// A row's bits depend on no other row (tiles.h), so rows without a query may hold anything.
 #include <algorithm>
 
 #include "attention_run.h"
@@ -20,7 +20,7 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kFull = kTile * 32;  // elements of 32 dimensions of a tile's keys, or of 16 queries
 
-// The scores of one tile of keys for 16 rows, in register 0.
+// Compute the scores of one tile of keys for 16 rows, in register 0.
 inline void score_tile(const uint16_t* queries, const uint16_t* keys, int dim) {
     tile_zero<0>();
     int d = 0;
@@ -38,7 +38,7 @@ inline void score_tile(const uint16_t* queries, const uint16_t* keys, int dim) {
 
 }  // namespace
 
-// Rows that nobody needs are not computed.
+// Rows beyond `rows` are not computed.
 TileShapes attention_shapes(int rows) {
     TileShapes shapes;
     for (int sums_or_left : {0, 1, 2, 3, 4, 6}) shapes.rows[sums_or_left] = (uint8_t)std::min(rows, kTileRows);
@@ -47,7 +47,7 @@ TileShapes attention_shapes(int rows) {
     return shapes;
 }
 
-// As tiles: of 16 rows, then of 32 dimensions (the last may have 16), then rows. Rows that no query fills hold anything.
+// The layout: groups of 16 rows, then 32 dimensions (the last may have 16), then rows. Unused rows hold anything.
 void pack_queries(Run& run) {
     const int dim = run.dim;
     uint16_t* packed = run.packed.reserve((size_t)kMaxRows * dim);
@@ -78,7 +78,7 @@ void add_values(Run& run, int first, int count, int64_t end) {
     const Piece* pieces = run.pieces + first;
     const int dim = run.dim;
     const int64_t line = dim * 4;  // bytes of a pair of tokens
-    // A tile with fewer than 16 tokens is read from a copy that has zeros behind them.
+    // A tile with fewer than 16 tokens is read from a copy that is padded with zeros.
     thread_local Buffer<uint16_t> cut;
     const uint16_t* values[kStretch / kTile];
     for (int p = 0; p < count; p++) {
@@ -86,7 +86,7 @@ void add_values(Run& run, int first, int count, int64_t end) {
         int64_t lanes = end - pieces[p].position < pieces[p].lanes ? end - pieces[p].position : pieces[p].lanes;
         if (lanes == kTile) continue;
         uint16_t* copy = cut.reserve((size_t)kStretch * dim) + (int64_t)p * dim * kTile;
-        int64_t there = (lanes + 1) / 2 * 2 * dim;  // the second of a pair is cleared by who writes the first
+        int64_t there = (lanes + 1) / 2 * 2 * dim;  // writing the first of a pair has cleared the second
         __builtin_memcpy(copy, values[p], there * 2);
         __builtin_memset(copy + there, 0, (dim * kTile - there) * 2);
         values[p] = copy;

@@ -1,4 +1,4 @@
-// Attention by vectors of 16 tokens or 16 dimensions: a few rows at a time, as many as registers hold sums of.
+// Attention by vectors of 16 tokens or 16 dimensions, for as many rows at a time as registers can hold the sums of.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -12,7 +12,7 @@ namespace headrace {
 
 namespace {
 
-// Queries whose scores, and whose sums over some dimensions of the values, are kept in registers.
+// Rows with their scores in registers, and rows with their sums over some dimensions of the values in registers.
 constexpr int kScoreRows = kRegisters == 32 ? 12 : 3;
 constexpr int kRowsAtOnce = kRegisters == 32 ? 6 : 3, kWide = kRegisters == 32 ? 4 : 2;  // 64 dimensions, or 32
 
@@ -25,7 +25,7 @@ inline f32x16 dot(f32x16 sums, u32x16 pairs, const float* x) {
 
 template <int kRows>
 void score_tile(const uint16_t* keys, int dim, const Left* const* queries, float* const* scores) {
-    f32x16 even[kRows] = {}, odd[kRows] = {};  // two sums of each, so that one need not wait for the other
+    f32x16 even[kRows] = {}, odd[kRows] = {};  // two chains for each sum, to hide the latency
     for (int d = 0; d < dim; d += 4) {
         u32x16 first = load<u32x16>(keys + (int64_t)d * kTile), second = load<u32x16>(keys + (int64_t)(d + 2) * kTile);
 #pragma GCC unroll 12
@@ -43,7 +43,7 @@ constexpr std::array<ScoreTile, kScoreRows> score_tiles(std::index_sequence<kRow
 }
 constexpr auto kScoreTile = score_tiles(std::make_index_sequence<kScoreRows>());
 
-// sums[r][0..kVectors) += weights of a tile's tokens times its values, from dimension `d` on.
+// sums[r][0..16 kVectors) += the weights of a tile's tokens times their values, both from dimension `d` on.
 template <int kRows, int kVectors>
 void add_values(const uint16_t* values, int dim, int d, int pairs, const Left* const* weights, float* const* sums) {
     f32x16 acc[kRows][kVectors];

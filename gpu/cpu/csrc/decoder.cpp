@@ -1,23 +1,24 @@
-// The decoder's forward pass: one call a step, from token ids to the last hidden states.
+// The decoder's forward pass: one call per step, from token ids to the last hidden states.
 //
-// The residual stream and all sums are float32. Activations are rounded where they meet a matrix, queries, keys and
-// values where they meet the cache.
+// The residual stream and all sums are float32. Activations are rounded as inputs of a matrix product; queries, keys
+// and values as inputs of attention.
 //
-// Several ranks. Each has all inputs of some outputs of every matrix, so an output is computed as one rank would, and no bit
-// depends on how many there are. They put what they compute side by side in `Shared`, and meet behind each matrix:
+// With several ranks, each rank computes some outputs of every matrix from all of its inputs, so an output is computed
+// as on a single rank, and no bit depends on the number of ranks. Ranks write their outputs to the same rows of
+// `Shared`, and meet after each matrix:
 //
-//   `meet`  is behind                                    from then on, all ranks
-//   begin   the last call                                may write to `shared`: nobody reads it any more
-//   embed   embeddings, or what the stage before gave    read the stream
+//   `meet`  comes after                                  and allows all ranks to
+//   begin   the previous call                            write to `shared`: no rank reads it any more
+//   embed   embeddings, or the previous stage's output   read the stream
 //   A       attention                                    read `attended`, and write to the stream
 //   B       the output projection                        read the stream, and write to `inner`
 //   C       gate and up                                  read `inner`, and write to the stream
 //   D       down                                         read the stream, and write to `attended`
 //
-// Each buffer is written between two neighbours of these, by its columns' owner alone, and read between others. The stream
-// is the residual stream; where products are normed before they are added, which takes whole rows, it is those products,
-// and each rank has a residual stream of its own. Logits and the largest of them, after the pass, lie between a `begin` and
-// a `meet` of their own. A pass is ended by rank 0 alone: what it wrote before A, all have read before D.
+// Each buffer is written between two consecutive meets, each column only by its owner, and read between other meets.
+// The stream is the residual stream. With post-norms, which take whole rows, it holds the products before they are
+// added, and each rank has its own residual stream. Logits and largest products, after the pass, have a `begin` and a
+// `meet` of their own. Only rank 0 ends a pass early: what it writes before A, all ranks have read before D.
 
 #include <algorithm>
 #include <chrono>
@@ -40,14 +41,14 @@ double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// The rows of a step by how they are computed.
+// Rows of a step that are computed in one precision.
 struct Rows {
-    const int32_t* index;  // null: all, in their order
+    const int32_t* index;  // null: all rows in order
     int count;
     Precision precision;
 };
 
-// Rows of x on their way into `w`, each normed before if there is a `norm`.
+// Set rows of x as the input of `w`, each normalized first if there is a `norm`.
 Activations& prepare(Engine& engine, const Matrix& w, const float* x, int64_t stride, const Rows& rows,
                      const float* norm = nullptr, float epsilon = 0) {
     engine.input.begin(w.cols, rows.count, rows.precision);
@@ -64,7 +65,7 @@ Activations& prepare(Engine& engine, const Matrix& w, const float* x, int64_t st
     return engine.input;
 }
 
-// Half-split rotation, as Hugging Face's checkpoints have it (Su et al., arXiv:2104.09864).
+// Half-split rotary embedding, as in Hugging Face's checkpoints (Su et al., arXiv:2104.09864).
 void rotate(float* head, const float* cosines, const float* sines, int half) {
     for (int i = 0; i < half; i++) {
         float a = head[i], b = head[half + i];
@@ -73,7 +74,7 @@ void rotate(float* head, const float* cosines, const float* sines, int half) {
     }
 }
 
-// Queries, keys and values as the product left them: normed, rotated, and to where attention reads them.
+// Normalize and rotate queries and keys, write queries to `queries`, and write keys and values to the cache.
 void place(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* qkv, int64_t stride,
            uint16_t* queries) {
     const Heads& heads = layer.heads;
@@ -88,7 +89,7 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
         if (norm && !layer.norm_together) normalize(head, norm, model.epsilon, dim, head);
         rotate(head, layer.cosines + position * (dim / 2), layer.sines + position * (dim / 2), dim / 2);
     };
-    // By head, so that the tokens of a tile are written in order.
+    // Parallel over heads, so that one thread writes the tokens of a tile in order.
     engine.pool.run(step.num_tokens < 8 ? 1 : heads.kv, [&](int item) {
         int begin = step.num_tokens < 8 ? 0 : item, end = step.num_tokens < 8 ? heads.kv : item + 1;
         for (int request = 0; request < step.num_requests; request++) {
@@ -114,12 +115,12 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
     });
 }
 
-// Where the rows of a step are between matrices.
+// The buffers of a step's rows between matrix products.
 struct Streams {
     float* residual;
-    float* products;  // where there are post-norms
+    float* products;  // with post-norms
     float* attended;
-    uint8_t* inner;  // or null: the engine's own
+    uint8_t* inner;  // null: the engine's own
 };
 
 Streams streams_of(Engine& engine, const hr_model& model, int rows) {
@@ -132,7 +133,7 @@ Streams streams_of(Engine& engine, const hr_model& model, int rows) {
     return {own, model.post_norms ? engine.products.reserve(size) : nullptr, engine.attended.reserve(attended), nullptr};
 }
 
-// Whether nobody wants the pass any more, as rank 0 has found.
+// Return whether rank 0 has ended the pass.
 bool is_stopped(Engine& engine) {
     return engine.ranks && engine.ranks->segment().stopped.load(std::memory_order_relaxed);
 }
@@ -154,7 +155,7 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
            attended_width);
     engine.meet();  // A
     if (is_stopped(engine)) return kStopped;
-    // A product into the residual stream, normed before if there is a `norm`.
+    // Add a product to the residual stream, normalized first if there is a `norm`.
     auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm, const float* bias) {
         float* to = norm ? streams.products : residual;
         multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, bias,
@@ -189,7 +190,7 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
     return kDone;
 }
 
-// Where there are two ways to compute, prompts take the faster: a token's kind is its own, whatever step it is in.
+// Where there are two precisions, prompt tokens take the faster. A token's precision does not depend on its step.
 void sort_rows(Engine& engine, const hr_step& step, Rows (&kinds)[2]) {
     const Step& tokens = step.step;
     const int rows = tokens.num_tokens;
@@ -205,7 +206,7 @@ void sort_rows(Engine& engine, const hr_step& step, Rows (&kinds)[2]) {
     }
 }
 
-// Calls of ranks by what they are for: of the same step there is one.
+// Names by which ranks check that all make the same call; name_of() is that of a forward pass.
 constexpr uint32_t kLogitsCall = 1, kLargestCall = 2;
 
 uint32_t name_of(const Step& step) {
@@ -216,7 +217,7 @@ uint32_t name_of(const Step& step) {
     return name | 4;
 }
 
-// The rows that the first layer begins with: those of a rank's part of the vocabulary, or some of what all were given.
+// Fill the first layer's input: the rank's part of the vocabulary, or the rank's share of `step.input`.
 void begin_rows(Engine& engine, const hr_model& model, const hr_step& step, const Streams& streams) {
     const int rows = step.step.num_tokens;
     const int64_t rank = engine.ranks ? engine.ranks->rank : 0, ranks = engine.ranks ? engine.ranks->size : 1;
@@ -266,7 +267,7 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
     return kDone;
 }
 
-// What is in `Shared`, for up to so many tokens and rows of logits, if there is `memory`. Returns how many bytes it takes.
+// Lay out `Shared` for up to `tokens` tokens and `rows` rows of logits in `memory`, if any. Returns its size in bytes.
 int64_t lay_out(Shared& shared, const hr_model& model, int ranks, int tokens, int rows, int width, uint8_t* memory) {
     int64_t end = 0;
     auto take = [&](auto*& field, int64_t bytes) {
@@ -292,10 +293,10 @@ int64_t lay_out(Shared& shared, const hr_model& model, int ranks, int tokens, in
 
 extern "C" {
 
-// Whether the kernel lets this process run what this build is made of. To be asked before anything else.
+// Return whether the kernel lets this process use the build's instructions. Call this before anything else.
 bool hr_is_permitted() { return request_tiles(); }
 
-// Whether prompts are computed by tiles, see matrix.h.
+// Return whether prompt tokens are computed by tiles, see matrix.h.
 bool hr_has_tiles() { return kHasTiles; }
 
 void* hr_create(int32_t num_threads) {
@@ -308,16 +309,16 @@ void* hr_create(int32_t num_threads) {
 
 void hr_destroy(void* handle) {
     Engine* engine = static_cast<Engine*>(handle);
-    if (engine->is_here()) delete engine;  // elsewhere there are no threads to wait for
+    if (engine->is_here()) delete engine;  // a forked child has no threads to join
 }
 
-// Where `stop` ends the pass, kStopped. It is asked on the caller's thread, and must not call this engine.
+// Returns kStopped if `stop` ends the pass. `stop` runs on the caller's thread, and must not call this engine.
 int32_t hr_forward(void* handle, const hr_model* model, const hr_step* step) {
     return call(handle, [=](Engine& engine) { return forward(engine, *model, *step); });
 }
 
-// x: float32 [rows, cols]; out: float32 [rows, stride], stride at least the matrix's rows rounded up to 16. `prompt` is
-// whether the rows are those of prompt tokens.
+// x: float32 [rows, cols]; out: float32 [rows, stride], stride at least the matrix's rows rounded up to 16. `prompt`:
+// the rows belong to prompt tokens.
 int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, int32_t prompt, const float* bias,
                     float* out, int64_t stride) {
     return call(handle, [=](Engine& engine) {
@@ -328,8 +329,8 @@ int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows,
     });
 }
 
-// As hr_multiply of generated tokens, by the part of the head that begins at output `first`, `width` floats for each row:
-// with several ranks, all that they compute side by side, for as many rows as were promised to hr_join.
+// Like hr_multiply for generated tokens, by the part of the head that begins at output `first`, `width` floats per row.
+// With several ranks: the outputs of all ranks, for at most as many rows as hr_join reserved.
 int32_t hr_logits(void* handle, const Matrix* w, const float* x, int32_t rows, int32_t first, float* out, int64_t width) {
     return call(handle, [=](Engine& engine) {
         const Activations& input = prepare(engine, *w, x, w->cols, {nullptr, rows, Precision::kExact});
@@ -342,8 +343,8 @@ int32_t hr_logits(void* handle, const Matrix* w, const float* x, int32_t rows, i
     });
 }
 
-// For each row the index of its largest product, the lowest of several, and whether all are finite. The first output of `w`
-// is `first`; with several ranks, of all that they have.
+// For each row: the index of its largest product (the lowest of equal ones), and whether all products are finite. The
+// first output of `w` has index `first`; with several ranks, the outputs of all ranks count.
 int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t first, int64_t* indices,
                            uint8_t* finite) {
     return call(handle, [=](Engine& engine) {
@@ -356,7 +357,7 @@ int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_
         engine.meet();
         for (int row = 0; row < rows; row++) {
             Largest best = all[row];
-            for (int from = 1; from < ranks; from++) {  // by their vocabularies, so the first of equal ones is the lowest
+            for (int from = 1; from < ranks; from++) {  // in vocabulary order, so the lowest index of equal ones wins
                 const Largest& other = all[from * rows + row];
                 if (other.value > best.value) best.value = other.value, best.index = other.index;
                 best.finite &= other.finite;
@@ -368,13 +369,13 @@ int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_
     });
 }
 
-// Bytes of what ranks share, for up to so many tokens of a step and rows of logits, `width` floats each.
+// Bytes of the memory that ranks share, for up to `tokens` tokens and `rows` rows of logits, `width` floats each.
 int64_t hr_shared_bytes(const hr_model* model, int32_t ranks, int32_t tokens, int32_t rows, int32_t width) {
     Shared shared;
     return lay_out(shared, *model, ranks, tokens, rows, width, nullptr);
 }
 
-// From now on this engine is one of several ranks, and every call a call of all of them. `memory` is theirs.
+// Make this engine one of several ranks: from now on all ranks make every call together. They share `memory`.
 int32_t hr_join(void* handle, void* ranks, const hr_model* model, int32_t tokens, int32_t rows, int32_t width,
                 uint8_t* memory) {
     return call(handle, [=](Engine& engine) {

@@ -1,5 +1,5 @@
-// Drawing tokens: temperature, min-p, top-k, top-p, and the inverse of the cumulative distribution, row by row. The same
-// definition as gpu/sampling/draw.py; a row is read three times instead of twenty.
+// Sampling of tokens: temperature, min-p, top-k, top-p, and the inverse of the cumulative distribution, row by row. The
+// definition is that of gpu/sampling/draw.py, but a row is read three times instead of twenty.
 
 #include <algorithm>
 #include <numeric>
@@ -11,7 +11,7 @@ using namespace headrace;
 
 namespace {
 
-constexpr int kStride = 1024;  // weights whose sum is kept, so that a draw looks into one stretch only
+constexpr int kStride = 1024;  // weights per stored sum, so that a draw scans one stretch only
 
 struct Filters {
     double temperature, top_p, min_p;
@@ -25,7 +25,7 @@ struct Distribution {
     double total = 0;
 };
 
-// Turns logits into weights in place. Returns whether they are a distribution; the largest weight is then exactly 1.
+// Turn logits into weights in place. Returns whether they are a distribution; the largest weight is then exactly 1.
 bool soften(Distribution& row, double temperature) {
     f32x16 highest = splat(-INFINITY), zero = {};
     int64_t i = 0;
@@ -34,7 +34,7 @@ bool soften(Distribution& row, double temperature) {
     for (; i + 16 <= row.size; i += 16) {
         f32x16 logit = load<f32x16>(row.weights + i);
         highest = max(highest, logit);
-        zero = select(logit == logit, zero, logit);  // NaN is larger than nothing, so it has to be looked for
+        zero = select(logit == logit, zero, logit);  // comparisons with NaN are false, so the maximum misses it
     }
     largest_logit = largest(highest);
     sound = sum(zero) == 0.0f;
@@ -43,12 +43,12 @@ bool soften(Distribution& row, double temperature) {
         sound &= row.weights[i] == row.weights[i];
     }
     if (!sound || !(largest_logit < INFINITY) || largest_logit == -INFINITY) return false;
-    // Finite and above zero, so that neither 0 nor -inf times it is NaN. Next to nothing leaves the largest alone.
+    // Finite and above zero, so that neither 0 nor -inf times it is NaN. Temperature 0 leaves only the largest.
     const f32x16 factor = splat((float)(1.44269504088896 / std::clamp(temperature, 0x1p-126, 0x1p126)));
     row.sums.clear();
     for (int64_t begin = 0; begin < row.size; begin += kStride) {
         int64_t end = std::min(row.size, begin + kStride);
-        f64x16 partial = {};  // a float has no room for rare tokens beside a likely one
+        f64x16 partial = {};  // a float loses rare tokens next to a likely one
         double rest = 0;
         for (i = begin; i + 16 <= end; i += 16) {
             f32x16 weight = exp2((load<f32x16>(row.weights + i) - splat(largest_logit)) * factor);
@@ -66,7 +66,7 @@ bool soften(Distribution& row, double temperature) {
     return true;
 }
 
-// The weight at which the largest ones, added up in their order, reach `needed`: by halves instead of sorting.
+// Return the weight at which the weights, added in descending order, reach `needed`; it partitions instead of sorting.
 float nucleus(std::vector<float>& weights, double needed) {
     auto begin = weights.begin(), end = weights.end();
     while (end - begin > 1) {
@@ -83,13 +83,13 @@ float nucleus(std::vector<float>& weights, double needed) {
     return *begin;
 }
 
-// The smallest weight that may be drawn, 1 at most.
+// Return the smallest weight that may be drawn, at most 1.
 float cutoff(const Distribution& row, const Filters& filters) {
     const int64_t top_k = filters.top_k > 0 && filters.top_k < row.size ? filters.top_k : 0;
     const float least = (float)std::min(filters.min_p, 1.0);
     if (top_k == 0 && filters.top_p >= 1.0) return least;
-    // The largest weights are all that matters, and mostly there are few: look at those above a threshold, and lower it
-    // until they hold the answer.
+    // Only the largest weights matter, and usually they are few: collect the weights above a threshold, and lower it
+    // until they contain the answer.
     thread_local std::vector<float> candidates;
     for (float threshold = 0x1p-8f;; threshold = threshold > 0x1p-30f ? threshold * 0x1p-6f : 0.0f) {
         candidates.clear();
@@ -110,7 +110,7 @@ float cutoff(const Distribution& row, const Filters& filters) {
         }
         if (filters.top_p >= 1.0) return floor;
         double kept = row.total;
-        if (floor > 0 && floor < threshold) {  // more of them than the candidates count
+        if (floor > 0 && floor < threshold) {  // more weights pass the floor than are candidates
             kept = 0;
             for (int64_t i = 0; i < row.size; i++) kept += row.weights[i] >= floor ? row.weights[i] : 0.0f;
         } else if (floor > 0) {
@@ -131,7 +131,7 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
     *finite = meant && soften(row, filters.temperature) && row.total > 0;
     if (!*finite) return 0;
     float level = cutoff(row, filters);
-    if (level > 0) {  // the sums of what is left
+    if (level > 0) {  // recompute the sums over the remaining weights
         row.total = 0;
         for (size_t stretch = 0; stretch < row.sums.size(); stretch++) {
             f64x16 partial = {};
@@ -147,13 +147,13 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
             row.total += kept;
         }
     }
-    // The first token whose cumulative weight passes the target; rounding may leave the target to the last that is kept.
+    // Choose the first token with a cumulative weight above the target or, if rounding leaves none, the last one kept.
     double target = uniform * row.total, before = 0;
     int64_t chosen = -1;
     for (size_t stretch = 0; stretch < row.sums.size(); stretch++) {
         if (row.sums[stretch] == 0) continue;
         if (before + row.sums[stretch] <= target && stretch + 1 < row.sums.size()) {
-            // Skipped, but if nothing follows its last token is the one.
+            // Skip the stretch, but remember its last token in case no other follows.
             before += row.sums[stretch];
             for (int64_t i = std::min(size, (int64_t)(stretch + 1) * kStride) - 1; i >= (int64_t)stretch * kStride; i--) {
                 if (logits[i] >= level && logits[i] > 0) {
@@ -172,7 +172,7 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
         }
         before += row.sums[stretch];
     }
-    if (chosen < 0) *finite = 0;  // nothing is left: cannot be, as long as no level is above 1
+    if (chosen < 0) *finite = 0;  // no token remains; impossible while no level is above 1
     return std::max(chosen, (int64_t)0);
 }
 
@@ -180,8 +180,8 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
 
 extern "C" {
 
-// One token for each row of logits, float32 [rows, stride], which are overwritten. A row that is no distribution, or whose
-// parameters are NaN or a temperature below zero, gets token 0, and 0 in `finite`.
+// Draw one token for each row of logits, float32 [rows, stride], which are overwritten. A row that is no distribution,
+// or has a NaN parameter or a temperature below zero, gets token 0, and 0 in `finite`.
 int32_t hr_draw(void* handle, float* logits, int32_t rows, int64_t size, int64_t stride, const float* temperature,
                 const int64_t* top_k, const double* top_p, const double* min_p, const double* uniform, int64_t* tokens,
                 uint8_t* finite) {

@@ -1,4 +1,4 @@
-// What one engine keeps between calls: its threads and its working memory. And how a call comes in from outside.
+// What an engine keeps between calls (its threads and working memory), and the entry point of calls from outside.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@
 
 namespace headrace {
 
-// Memory of all ranks of a model, in which each writes what it computes: its own columns of rows that all read in full.
-// decoder.cpp says when.
+// Memory shared by all ranks of a model. Each rank writes its own columns, and all ranks read whole rows; decoder.cpp
+// defines when.
 struct Shared {
     float* stream;       // [T, hidden]
     float* attended;     // [T, all query heads * dim]
     uint8_t* inner;      // `Activations` of all inputs of `down`
     float* logits;       // [R, width]
     Largest* largest;    // [ranks, R]
-    float* made;         // [T, top_k, hidden], what experts make of tokens
+    float* made;         // [T, experts per token, hidden], the outputs of experts
 };
 
-// What `add_experts` works in.
+// The working memory of `add_experts`.
 struct ExpertMemory {
     Buffer<float> normed, shares, made;
     Buffer<int32_t> routes;
@@ -34,8 +34,8 @@ struct ExpertMemory {
 
 struct Engine {
     explicit Engine(int num_threads) : pool(num_threads) {}
-    // The process that has the threads. Where it forks they stay behind, and with them whoever holds `in_call`: in the
-    // child this engine can neither be called nor taken apart. It may create one of its own.
+    // The process that has the threads. A forked child has none of them, and `in_call` may stay locked there, so this
+    // engine can neither be called nor destroyed in the child. The child may create its own engine.
     const pid_t process = getpid();
     bool is_here() const { return process == getpid(); }
     std::mutex in_call;
@@ -47,24 +47,24 @@ struct Engine {
     Activations input, inner;
     ExpertMemory experts;
 
-    // Where this is one of several ranks of a model; else null.
+    // Set if this engine is one of several ranks of a model; else null.
     Ranks* ranks = nullptr;
     Shared shared;
-    // All have come here for the same call: nobody reads what the last one left in `shared`.
+    // Wait until all ranks have entered the same call; then no rank reads the previous call's data in `shared`.
     void begin(uint32_t call) {
         if (ranks) ranks->begin(call);
     }
-    // All have come here, and what they wrote to `shared` before is there.
+    // Wait until all ranks have arrived; what they wrote to `shared` before is then visible.
     void meet() {
         if (ranks) ranks->barrier();
     }
 };
 
-// What a call returns; gpu/cpu/library.py makes exceptions of all but the first two. From kRankLost on: which rank.
+// The result of a call; gpu/cpu/library.py raises exceptions for all but two. From kRankLost on: the lost rank.
 enum Outcome : int32_t { kDone = 0, kStopped = 1, kOutOfMemory = 2, kFailed = 3, kOtherProcess = 4, kRankLost = 16 };
 
-// One call from outside. Those that share an engine take turns, because they share its memory, and what is thrown ends
-// here: whoever called knows no exceptions of C++. The other ranks must not wait for one that has failed.
+// Run one call from outside. Calls on one engine run one after the other, because they share its memory. Exceptions end
+// here, because the caller is not C++. A rank that fails is marked as lost, so that the other ranks do not wait for it.
 template <class Body>
 Outcome call(void* handle, const Body& body) {
     Engine& engine = *static_cast<Engine*>(handle);

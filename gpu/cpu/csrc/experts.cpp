@@ -16,8 +16,8 @@ float dot(const float* x, const float* w, int size) {
     return sum(total);
 }
 
-// The `top_k` experts with the largest scores, of equal ones the first, and their shares of the softmax. The shared expert
-// comes last, with the number that follows all others.
+// Choose the `top_k` experts with the largest scores (the first of equal ones), and compute their shares of the
+// softmax. The shared expert comes last, with index `count`.
 void route(const Experts& experts, const float* x, int hidden, int32_t* chosen, float* shares) {
     thread_local Buffer<float> buffer;
     float* scores = buffer.reserve((size_t)experts.count);
@@ -46,12 +46,12 @@ void route(const Experts& experts, const float* x, int hidden, int32_t* chosen, 
 
 void add_experts(Engine& engine, const Experts& experts, float* stream, int hidden, const int32_t* index, int count,
                  Precision precision, const float* norm, float epsilon, int first_column, int columns) {
-    const int each = experts.of_token(), pairs = count * each, all = experts.count + 1;  // the shared one is the last
+    const int each = experts.of_token(), pairs = count * each, all = experts.count + 1;  // the shared expert is the last
     ExpertMemory& memory = engine.experts;
     float* normed = memory.normed.reserve((size_t)count * hidden);
     float* shares = memory.shares.reserve((size_t)pairs);
     float* made = engine.ranks ? engine.shared.made : memory.made.reserve((size_t)pairs * hidden);
-    // Of each pair: its expert, then, of the same expert, its place; all pairs by their experts; where an expert's begin.
+    // Per pair: its expert; its position among the expert's pairs; the pairs sorted by expert; each expert's start.
     int32_t* chosen = memory.routes.reserve((size_t)pairs * 3 + all + 1);
     int32_t *place = chosen + pairs, *order = place + pairs, *begin = order + pairs;
 

@@ -1,8 +1,8 @@
-// How the forms of matrix.h are read: the numbers of a block of 16 outputs and 32 inputs, and its scales.
+// Readers of the forms of matrix.h: the numbers of a block of 16 outputs and 32 inputs, and its scales.
 //
-// In the forms of 4 bits and more the low 4 bits of lane l's inputs lie in dword l of four vectors, eight to a dword: the
-// first inputs of four pairs in its low half, the second ones in its high half. So a shift brings the two of a pair to
-// the low ends of two 16-bit words. A fifth bit lies in one vector more in the same order, bits five and six in two.
+// In the forms of 4 to 6 bits, dword l of four vectors holds the low 4 bits of lane l, eight inputs per dword: the
+// first inputs of four pairs in its low half, the second ones in its high half. So a shift brings both inputs of a pair
+// to the low ends of two 16-bit words. A fifth bit is in one more vector in the same order, bits five and six in two.
 #pragma once
 
 #include "matrix.h"
@@ -13,18 +13,18 @@ inline f32x16 load_i8(const int8_t* from) { return to_f32(load<i8x16>(from)); }
 
 struct Scales {
     f32x16 d;       // of the block, or of its first 16 inputs
-    f32x16 second;  // of its other 16, in kK6 and kS8
+    f32x16 second;  // of its other 16 inputs, in kK6 and kS8
     f32x16 m;
 };
 
-// One of a block's 16 pairs of inputs. Loops over `quad` stay loops, those over `place` are unrolled.
+// One of a block's 16 pairs of inputs. Loops over `place` are unrolled, loops over `quad` are not.
 struct InputPair {
     int quad;   // of 4 pairs
     int place;  // in it
     int index() const { return 4 * quad + place; }
 };
 
-// Two numbers as a pair of bfloat16, which holds every q.
+// Two floats as a pair of bfloat16, which is exact for every q.
 inline u32x16 as_pair(f32x16 first, f32x16 second) { return (as_u32(first) >> 16) | as_u32(second); }
 
 template <int kHigh>  // bits above the low four: 0, 1 or 2
@@ -32,9 +32,9 @@ struct Bits {
     static constexpr bool kScaled = true, kNear = false;
     static constexpr int kBits = 4 + kHigh;
     static constexpr int kBitBytes = 256 + 64 * kHigh;
-    static constexpr int kCentre = kHigh == 2 ? 32 : 0;  // is taken from every q
+    static constexpr int kCentre = kHigh == 2 ? 32 : 0;  // subtracted from every q
 
-    // A pair's two numbers in the low bits of two words, with anything above them.
+    // A pair's two numbers in the low bits of two 16-bit words; the bits above them may be anything.
     static u32x16 words(const uint8_t* block, InputPair p) {
         u32x16 low = load<u32x16>(block + 64 * p.quad) >> (4 * p.place);
         if constexpr (kHigh == 0) return low;
@@ -43,7 +43,7 @@ struct Bits {
         return (low & splat(0x000f000fu)) | (high & splat(kHigh == 2 ? 0x00030003u : 0x00010001u)) << 4;
     }
 
-    // A pair's numbers one by one.
+    // The first or second number of a pair.
     template <int kSecond>
     static f32x16 q(const uint8_t* block, InputPair p) {
         if constexpr (kHigh == 0) {
@@ -157,7 +157,7 @@ struct Blocks<kS16> : Blocks<kBF16> {
     }
 };
 
-// Calls `body` with the form as a constant.
+// Call `body` with the form as a compile-time constant.
 template <class Body>
 inline auto with_form(Form form, const Body& body) {
     switch (form) {

@@ -10,15 +10,15 @@ namespace headrace {
 
 namespace {
 
-// Activations that stay near the core while all weights pass by.
+// Rows of activations that stay in cache while all weights are read.
 constexpr int kRowsInCache = kHasTiles ? 128 : 128 / kVectorRows * kVectorRows;
-constexpr int kRowsOfPanel = 512;   // the same where weights are widened for all of them
+constexpr int kRowsOfPanel = 512;   // the same where weights are widened once for all rows
 constexpr int kPrefetched = 12;     // blocks ahead
 constexpr bool kPairs = kDotsBF16 && !kHasTiles;  // inputs are multiplied two at a time
-constexpr int kValues = (kPairs ? kBlock / 2 : kBlock) + 1;  // of a row in a block, its sum included
+constexpr int kValues = (kPairs ? kBlock / 2 : kBlock) + 1;  // values per row in a block, its sum included
 
-// The blocks of a form as floats (or as pairs of bfloat16), which is what they become anyway: for many rows that is done
-// once. The products are the same bits.
+// The blocks of a form with all numbers converted to float (or to pairs of bfloat16) once for many rows, not once per
+// group of rows. The products have the same bits.
 template <Form form>
 struct WideBlocks : Blocks<form> {
     static constexpr bool kNear = true;
@@ -56,8 +56,8 @@ struct WideBlocks : Blocks<form> {
     }
 };
 
-// Adds a block's quads [begin, end) for n rows to one or both of two chains, which are there so that one need not wait
-// for the other. With AMX these are the very operations of a tile product, in its order.
+// Add a block's quads [begin, end) for n rows to one or both of two independent chains, which hide the latency. With
+// AMX these are exactly the operations of a tile product, in its order.
 template <class B, int n, bool kEven, bool kOdd>
 inline void add_inputs(const uint8_t* block, int begin, int end, const float* x, f32x16* even, f32x16* odd) {
 #pragma GCC unroll 1
@@ -88,7 +88,7 @@ inline void block_sums(const uint8_t* block, int begin, int end, const float* x,
     f32x16 even[n] = {}, odd[n] = {};
     if constexpr (2 * n + 3 <= kRegisters) {
         add_inputs<B, n, true, true>(block, begin, end, x, even, odd);
-    } else {  // one after the other, so that there are registers enough
+    } else {  // one chain after the other, for lack of registers
         add_inputs<B, n, true, false>(block, begin, end, x, even, odd);
         add_inputs<B, n, false, true>(block, begin, end, x, even, odd);
     }
@@ -126,7 +126,7 @@ void vector_sums(const uint8_t* tile, int blocks, const float* x, float* out) {
     for (int r = 0; r < n; r++) store(out + r * kLanes, acc[r]);
 }
 
-// Rows whose sums are computed together, of `rows` that are left: few sizes, so that there is not too much code.
+// Return how many of the `rows` remaining rows are computed together: few sizes, to limit the amount of code.
 int rows_together(int rows) {
     if (kHasTiles || rows <= 2) return std::min(rows, kVectorRows);
     return rows > 4 ? kVectorRows : 4;
@@ -144,10 +144,10 @@ void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int coun
     }
 }
 
-// gelu(x) = x sigmoid(2 y), y as its approximation by tanh(y) has it.
+// gelu(x) = x sigmoid(2 y), with the y of the approximation by tanh(y).
 inline f32x16 gated(f32x16 x, f32x16 up, Then then, const Output& out) {
     if (then == Then::kSiluMul) return x * sigmoid(x) * up;
-    if (then == Then::kClampedMul) {  // by comparisons, so that what is no number stays none
+    if (then == Then::kClampedMul) {  // by comparisons, so that NaN stays NaN
         const f32x16 most = splat(out.limit), least = splat(-out.limit);
         x = select(x > most, most, x);
         up = select(up > most, most, select(up < least, least, up));
@@ -156,7 +156,7 @@ inline f32x16 gated(f32x16 x, f32x16 up, Then then, const Output& out) {
     return x * sigmoid(splat(1.5957691216f) * fma(x * x * x, splat(0.044715f), x)) * up;
 }
 
-// Takes denormals for zero while it lives, as tiles do.
+// Treats denormals as zero during its lifetime, as tiles do.
 class FlushDenormals {
 #if defined(__AMX_BF16__)
   public:
@@ -171,14 +171,14 @@ class FlushDenormals {
 #endif
 };
 
-// To the nearest bfloat16. What is next to nothing is nothing: tiles take denormals for zero, and so no sum has any.
+// Round to the nearest bfloat16. Tiny numbers become zero: tiles treat denormals as zero, so no sum may contain any.
 inline f32x16 rounded(f32x16 x) {
     if constexpr (!kPairs && !kHasTiles) return x;
     x = select((x < splat(0x1p-100f)) & (x > splat(-0x1p-100f)), f32x16{}, x);
     return as_f32(widen(to_bf16(x)) << 16);
 }
 
-// Tiles of no more rows than there are: storing the others would cost as much as these.
+// Tiles of only as many rows as are needed: storing the others would cost just as much.
 TileShapes shapes_for(int rows) {
     TileShapes shapes;
 #if defined(__AMX_BF16__)
@@ -189,13 +189,13 @@ TileShapes shapes_for(int rows) {
 
 int round_up(int count, int step) { return (count + step - 1) / step * step; }
 
-// For the sums of so many rows of so many tiles.
+// Memory for the sums of `rows` rows of `tiles` tiles.
 float* scratch(int rows, int tiles) {
     thread_local Buffer<float> sums;
     return sums.reserve((size_t)round_up(rows, 32) * kLanes * tiles);
 }
 
-// What becomes of the sums of rows [row, row + count), `size` floats apart for each of the tiles from `first` on.
+// Apply `then` to the sums of rows [row, row + count), `size` floats apart for each tile from `first` on.
 void finish(const float* sums, int64_t size, int first, int tiles, int row, int count, Then then, const float* bias,
             const Output& out) {
     for (int end = row + count; row < end; row++, sums += kLanes) {
@@ -291,13 +291,13 @@ namespace {
 
 bool by_panel(Precision precision) { return kHasTiles && precision == Precision::kTiles; }
 
-// How many rows meet a matrix before the next ones do.
+// Rows that are multiplied with the whole matrix before the next rows are.
 int rows_of_step(Precision precision) { return by_panel(precision) ? kRowsOfPanel : kRowsInCache; }
 
-// Tiles that go together: gate and up of a whole block; what is loaded at once.
+// Tiles computed together: gate and up of a whole block, or the tiles that are loaded at once.
 int tiles_of_group(Precision precision, Then then) { return then >= Then::kSiluMul ? 4 : by_panel(precision) ? 2 : 1; }
 
-// One of `chunks` parts of a product, for rows [begin, end).
+// Compute one of `chunks` parts of a product, for rows [begin, end).
 void multiply_chunk(const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
                     const Output& out, int begin, int end, int chunk, int chunks) {
     thread_local RoundedTiles rounded;
@@ -350,7 +350,7 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest*
     struct Best {
         f32x16 value;
         i32x16 tile;
-        f32x16 zero;  // 0 times everything that was seen: NaN if any of it was not finite
+        f32x16 zero;  // sum of 0 times every product: NaN if any was not finite
     };
     const int tiles = w.tiles(), rows = x.count;
     const int chunks = std::min(tiles, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4);

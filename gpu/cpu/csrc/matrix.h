@@ -1,24 +1,24 @@
-// Matrices as they lie in memory for computing, and the activations that meet them.
+// The memory layout of matrices for products, and of the activations that are multiplied with them.
 //
-// A matrix [out, in] is cut into tiles of 16 outputs, one per vector lane, and its inputs into blocks of 32. A product
-// reads the blocks of a tile from front to back. A block has its numbers q, then what belongs to its scales; w = d q + m:
+// A matrix [out, in] is split into tiles of 16 outputs, one per vector lane, and its inputs into blocks of 32. A
+// product reads the blocks of a tile in order. A block has its numbers q, then its scales; w = d q + m:
 //
-//   kU4, kU5  4 or 5 bits each, d and m as float16. GGUF's Q4_0, Q4_1, Q5_0 and Q5_1 exactly.
+//   kU4, kU5  4 or 5 bits each, d and m as float16. Exact for GGUF's Q4_0, Q4_1, Q5_0 and Q5_1.
 //   kK4, kK5  the same with d = D s and m = -M t: s and t of 6 bits for each block, D and M as float16 for 8 blocks, at
-//             the end of the tile. Q4_K and Q5_K exactly.
-//   kK6       6 bits each; d = D s with 8 bits of s for each half of a block and D as float16 for 8 blocks. Q6_K exactly.
-//   kU8       8 bits each and d as float16. Q8_0 exactly.
+//             the end of the tile. Exact for Q4_K and Q5_K.
+//   kK6       6 bits each; d = D s with 8 bits of s for each half of a block and D as float16 for 8 blocks. Exact for Q6_K.
+//   kU8       8 bits each and d as float16. Exact for Q8_0.
 //   kBF16     bfloat16 in pairs, without a scale; the last block is padded with zeros.
-//   kS8       8 bits each and d as float32 for each half of a block. IQ types and integers with float32 scales exactly.
-//   kS16      bfloat16 in pairs and d as float32. FP8 with scales exactly.
+//   kS8       8 bits each and d as float32 for each half of a block. Exact for IQ types and integers with float32 scales.
+//   kS16      bfloat16 in pairs and d as float32. Exact for FP8 with scales.
 //
-// A product is exact but for two things. Activations are rounded to bfloat16 where the processor multiplies bfloat16, and
-// stay float32 elsewhere; sums are float32. The sum over a block is multiplied by d, and m by the sum of the block's
-// activations. Every output is computed by the same operations in the same order however many rows there are, so a row's
-// result is the same bits in any batch.
+// A product is exact with two exceptions: activations are rounded to bfloat16 where the processor multiplies bfloat16
+// (and stay float32 elsewhere), and sums are float32. The sum over a block is multiplied by d, and m by the sum of the
+// block's activations. Every output is computed by the same operations in the same order for any number of rows, so a
+// row's result has the same bits in any batch.
 //
-// With tiles (AMX) there is a second form, for prompt tokens: weights are rounded to bfloat16 too, which is twice as fast
-// from 128 rows on. Which of the two a row takes is a property of its token, never of the step.
+// With AMX tiles there is a second precision, for prompt tokens: weights are rounded to bfloat16 too, which is twice as
+// fast from 128 rows on. A row's precision depends on its token, never on the step.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ constexpr int kSuperBlock = 8;  // blocks that share D and M
 
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
-constexpr int kVectorRows = 3;  // rows whose sums are kept in registers; with tiles, up to which vectors are as fast
+constexpr int kVectorRows = 3;  // rows with their sums in registers; up to so many, vectors are as fast as tiles
 #else
 constexpr bool kHasTiles = false;
 constexpr int kVectorRows = kRegisters >= 32 ? 8 : 6;
@@ -48,7 +48,7 @@ constexpr int kVectorRows = kRegisters >= 32 ? 8 : 6;
 int block_bytes(Form form);
 bool has_super_blocks(Form form);
 
-// Some tiles of one form, one behind the other.
+// Consecutive tiles of one form.
 struct Part {
     int32_t form;
     int32_t tiles;
@@ -62,7 +62,7 @@ struct Tile {
 
 struct Matrix {
     int32_t rows;  // outputs; the last tile is padded with zeros
-    int32_t cols;  // inputs, in all but kBF16 a multiple of 32 (with super-blocks: of 256)
+    int32_t cols;  // inputs; a multiple of 32 in all forms except kBF16 (with super-blocks: of 256)
     Part parts[3];
 
     int tiles() const { return (rows + kLanes - 1) / kLanes; }
@@ -77,10 +77,10 @@ struct Matrix {
     }
 };
 
-// How a token's products are computed, see above. Without AMX all are kExact.
+// The precision of a token's products, see above. Without AMX all are kExact.
 enum class Precision { kExact, kTiles };
 
-// Memory that only ever grows, of a type without constructors.
+// Memory that only grows, of a type without constructors. Growing discards the contents.
 template <class T>
 class Buffer {
   public:
@@ -102,9 +102,9 @@ class Buffer {
     size_t size_ = 0;
 };
 
-// Some rows of a step on their way into a matrix. Rows lie in groups; within a group of n rows each block has n values of
-// its first input, n of its second, and so on (or of its first pair of inputs), and after them n sums of its inputs. For
-// tiles a group is 16 rows, each with 32 bfloat16 side by side, and the sums are apart.
+// Rows of a step in the layout of a product's input. Rows form groups; in a group of n rows each block has n values of
+// its first input, n of its second, and so on (or of its first pair of inputs), then n sums of its inputs. For tiles a
+// group is 16 rows of 32 contiguous bfloat16 each, and the sums are stored apart.
 struct Activations {
     int blocks = 0;
     int count = 0;
@@ -112,10 +112,10 @@ struct Activations {
     uint8_t* data = nullptr;
     float* sums = nullptr;
 
-    // Makes room, unless there is `memory` for it, and decides how rows are laid out; `precision` is that of all of them.
+    // Reserve memory unless `memory` is given, and choose the layout; all rows have the same `precision`.
     void begin(int cols, int rows, Precision precision, uint8_t* memory = nullptr);
     static int64_t bytes(int cols, int rows);
-    // `x` has `cols` floats; a last block is filled with zeros. Rows that fill up a group may be anything.
+    // `x` has `cols` floats; the last block is padded with zeros. Rows that only fill up a group may hold anything.
     void set_row(int row, const float* x, int cols);
     void set_block(int row, int block, f32x16 low, f32x16 high);
 
@@ -125,8 +125,8 @@ struct Activations {
 
 enum class Then { kStore, kAdd, kSiluMul, kGeluMul, kClampedMul };
 
-// Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With
-// the last three to row r of `next`, from block `first_block` on, which the next product takes as it is.
+// Where results go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With the
+// last three of `Then`: to row r of `next`, from block `first_block` on, in the layout of the next product's input.
 struct Output {
     float* out;
     int64_t stride;
@@ -139,12 +139,12 @@ struct Output {
 };
 
 // out = x W^T (+ bias). kStore: out[r, n] = sum. kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
-// next[r, n] = silu(gate) * up with half as many columns. kGeluMul: likewise, with gelu. kClampedMul: with the gate of
-// gpu.checkpoint.architecture.ClampedSwiGLUSpec.
+// next[r, n] = silu(gate) * up with half as many columns. kGeluMul: the same with gelu. kClampedMul: the same with the
+// gate of gpu.checkpoint.architecture.ClampedSwiGLUSpec.
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out);
 
-// Several products in one loop of the threads: each matrix by rows of its own.
+// Compute several products in one parallel loop, each matrix with its own rows.
 struct Product {
     const Matrix* w;
     const Activations* x;
@@ -153,7 +153,7 @@ struct Product {
 };
 void multiply(Pool& pool, const std::vector<Product>& products, Precision precision, Then then);
 
-// For each row its largest product, its index, the lowest of several, and whether all of its products are finite.
+// For each row: its largest product, its index (the lowest of equal ones), and whether all of its products are finite.
 struct Largest {
     float value;
     bool finite;
@@ -161,17 +161,17 @@ struct Largest {
 };
 void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest* out);
 
-// One row of weights as floats: what an embedding is that shares its matrix with the head.
+// Dequantize one row of weights: the embedding of a token where the head is tied to the embeddings.
 void matrix_row(const Matrix& w, int row, float* out);
 
-// What follows is for one thread, and with AMX for one that has its `Tiles`.
+// The functions below run on one thread, which with AMX must have its `Tiles`.
 
-// The sums of one tile for rows [begin, begin + count) of `x`: float32 [count, 16], aligned to 64 bytes.
+// Compute the sums of one tile for rows [begin, begin + count) of `x`: float32 [count, 16], aligned to 64 bytes.
 void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums);
 void exact_sums_by_tiles(const Tile& tile, const Activations& x, int begin, int count, float* sums);
 
-// Up to four tiles with their weights rounded to bfloat16, and their sums for rows [begin, begin + count) of `x`: float32
-// [32, 16] for each tile (an even number of them), `stride` floats apart. `begin` is a multiple of 32, `count` at most 32.
+// Up to four tiles with weights rounded to bfloat16, and their sums for rows [begin, begin + count) of `x`: float32
+// [32, 16] per tile (an even number of them), `stride` floats apart. `begin` is a multiple of 32, `count` at most 32.
 class RoundedTiles {
   public:
     void widen(const Matrix& w, int first, int tiles);

@@ -10,14 +10,14 @@ namespace headrace {
 
 namespace {
 
-constexpr int kTogether = 4;  // blocks whose sums are added while they are near
+constexpr int kTogether = 4;  // blocks with their sums added while in cache
 constexpr int kPrefetchedBlocks = 16;
 
 struct alignas(64) PairTile {
     u32x16 pairs[16];
 };
 
-// q as bfloat16. In forms with two scales a block is two tiles, each with zeros where the other has numbers.
+// Convert q to bfloat16. In forms with two scales a block becomes two tiles, each zero where the other has numbers.
 template <Form form>
 inline void widen(const uint8_t* block, PairTile* to) {
 #pragma GCC unroll 16
@@ -32,7 +32,7 @@ inline void widen(const uint8_t* block, PairTile* to) {
     }
 }
 
-// d q + m, rounded.
+// Compute d q + m, rounded to bfloat16.
 template <Form form>
 inline void widen_rounded(const uint8_t* tile, int blocks, int b, PairTile& to) {
     using B = Blocks<form>;
@@ -106,7 +106,7 @@ void scaled_sums(const uint8_t* tile, const Activations& x, int begin, int count
     }
 }
 
-// Weights that are bfloat16 already: the tile adds all blocks up by itself.
+// For bfloat16 weights without scales: the tile register adds up all blocks.
 void unscaled_sums(const uint8_t* tile, const Activations& x, int begin, int count, float* sums) {
     alignas(64) float products[16][kLanes];
     for (int r = 0; r < count; r += 16) {

@@ -1,5 +1,5 @@
-// A model and one step of it, as the caller gives them. gpu/cpu/library.py describes the same structs in Python; keep them
-// alike.
+// A model and one step of it, as the caller passes them. gpu/cpu/library.py declares the same structs in Python; keep
+// them in sync.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ extern "C" {
 
 struct hr_layer {
     Matrix qkv, out, gate_up, down;
-    const float* attention_norm;  // or null, as is the next
+    const float* attention_norm;  // or null, like mlp_norm
     const float* mlp_norm;
     const float* qkv_bias;  // or null
     const float* q_norm;    // or null
@@ -25,38 +25,38 @@ struct hr_layer {
     const float* attention_post_norm;  // or null
     const float* mlp_post_norm;        // or null
     const float* out_bias;             // or null
-    const Experts* experts;            // or null: gate_up and down
+    const Experts* experts;            // or null: use gate_up and down
     const float* cosines;              // [positions, dim / 2]
     const float* sines;
-    const float* query_scales;         // [positions], what queries are multiplied by; or null: 1
+    const float* query_scales;         // [positions], factors of the queries; or null: 1
     uint16_t* kv_cache;
-    int32_t norm_together;  // q_norm is of all query heads at once, k_norm of all keys
-    int32_t group;  // whose block table says where in the cache
+    int32_t norm_together;  // q_norm spans all query heads, k_norm all KV heads
+    int32_t group;  // the KV group, which has its own block table
     Heads heads;
 };
 
 struct hr_model {
     Matrix embedding;
-    Matrix head;  // empty where the embedding serves
+    Matrix head;  // empty if tied to the embedding
     const float* final_norm;
     const hr_layer* layers;
     int32_t num_layers;
     int32_t hidden;
     float epsilon;
     float embedding_scale;
-    int32_t gelu;  // of the gate, not silu
+    int32_t gelu;  // the gate is gelu, not silu
     int32_t post_norms;
-    // Where a rank's part begins: of the stream, of `attended`, of the inputs of `down` (whole blocks), of the vocabulary.
+    // Where the rank's part begins in the stream, `attended`, the inputs of `down` (whole blocks) and the vocabulary.
     int32_t hidden_begin, attended_begin, inner_begin, vocabulary_begin;
 };
 
 struct hr_step {
     Step step;
     const int64_t* input_ids;  // [T]
-    const float* input;        // [T, hidden], what the stage before gave, or null: this is the first
-    const int32_t* num_prompt_tokens;  // [B], how many of a request's tokens are its prompt; or null: none
-    float* hidden;             // [T, hidden], the result; of a stage that has no final norm, the residual stream
-    int32_t (*stop)(void);     // asked between layers, at most every `stop_interval` seconds; not 0 ends the pass
+    const float* input;        // [T, hidden], output of the previous stage, or null: this is the first
+    const int32_t* num_prompt_tokens;  // [B], prompt tokens of each request; or null: none
+    float* hidden;             // [T, hidden], the result; the residual stream in a stage without a final norm
+    int32_t (*stop)(void);     // called between layers, at most every `stop_interval` seconds; not 0 ends the pass
     double stop_interval;
 };
 }

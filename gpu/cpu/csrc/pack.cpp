@@ -1,4 +1,4 @@
-// From rows, as files have them, to the tiles of matrix.h; what a block takes there; and a row back.
+// Packing of file rows into the tiles of matrix.h, the size of a block there, and dequantizing of a row.
 
 #include <algorithm>
 #include <cmath>
@@ -10,16 +10,16 @@ using namespace headrace;
 
 namespace {
 
-constexpr uint16_t kLeastNormal = 0x0400;  // of halves: those below have fewer than 11 bits
+constexpr uint16_t kLeastNormal = 0x0400;  // the smallest normal float16; smaller ones have fewer than 11 bits
 
-// GGUF's types, by the numbers that it has for them, and two of gpu/checkpoint/quantized_rows.py.
+// GGUF's type numbers, and two types of gpu/checkpoint/quantized_rows.py.
 enum Type : int32_t {
     kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kRowsS8 = 1000, kRowsS16 = 1001,
 };
 
 float from_half(uint16_t bits) { return f16_to_f32(bits); }
 
-// One lane of one tile, block by block.
+// One lane of one tile, written block by block.
 struct Lane {
     Form form;
     uint8_t* tile;
@@ -28,7 +28,7 @@ struct Lane {
 
     uint8_t* block(int b) const { return tile + (int64_t)b * block_bytes(form); }
 
-    // The numbers of one block, each of as many bits as the form has.
+    // Write the numbers of one block, with as many bits each as the form has.
     void put(int b, const uint8_t* q) const {
         uint8_t* to = block(b);
         if (form == kU8) {
@@ -54,12 +54,12 @@ struct Lane {
         }
     }
 
-    // The i-th float16 of a block that stands behind its numbers.
+    // Write the i-th float16 that follows the numbers of a block.
     void put_half(int b, int i, uint16_t bits) const {
         ((uint16_t*)(block(b) + block_bytes(form) - (form == kU8 ? 32 : 64)))[16 * i + lane] = bits;
     }
     void put_byte(int b, int i, uint8_t bits) const { (block(b) + block_bytes(form) - 32)[16 * i + lane] = bits; }
-    // Of the super-block that block b belongs to.
+    // Write the i-th float16 of the super-block that contains block b.
     void put_super(int b, int i, uint16_t bits) const {
         ((uint16_t*)(tile + (int64_t)blocks * block_bytes(form) + b / kSuperBlock * 64))[16 * i + lane] = bits;
     }
@@ -71,8 +71,8 @@ uint16_t half_at(const uint8_t* at) {
     return bits;
 }
 
-// Q4_0, Q4_1, Q5_0, Q5_1: d, for _1 also m, for Q5 32 high bits; then low nibbles of the first half and high ones of the
-// second. In _0 there is a centre instead of m: w = d (q - 8) or d (q - 16).
+// Q4_0, Q4_1, Q5_0, Q5_1: d, then m (only _1), then 32 high bits (only Q5), then 16 bytes: low nibbles for the first 16
+// numbers, high nibbles for the other 16. In _0 a constant replaces m: w = d (q - 8) or d (q - 16).
 void put_legacy(const Lane& lane, int b, Type type, const uint8_t* in) {
     const bool five = type == kQ5_0 || type == kQ5_1, has_min = type == kQ4_1 || type == kQ5_1;
     uint16_t d = half_at(in), m = has_min ? half_at(in + 2) : f32_to_f16((five ? -16.0f : -8.0f) * from_half(d));
@@ -94,8 +94,8 @@ void put_q8_0(const Lane& lane, int b, const uint8_t* in) {
     lane.put_half(b, 0, half_at(in));
 }
 
-// Q4_K, Q5_K: D, M, 12 bytes with eight pairs of 6-bit scales, for Q5_K 32 bytes of high bits, 128 bytes of nibbles: low
-// ones of 32 bytes are a block, high ones the next.
+// Q4_K, Q5_K: D, M, 12 bytes with eight pairs of 6-bit scales, for Q5_K 32 bytes of high bits, then 128 bytes of
+// nibbles: the low nibbles of 32 bytes are one block, the high nibbles the next.
 void put_k45(const Lane& lane, int b, Type type, const uint8_t* in) {
     const uint8_t *scales = in + 4, *high = type == kQ5_K ? in + 16 : nullptr, *low = in + (high ? 48 : 16);
     for (int j = 0; j < kSuperBlock; j++) {
@@ -117,8 +117,8 @@ void put_k45(const Lane& lane, int b, Type type, const uint8_t* in) {
     lane.put_super(b, 1, half_at(in + 2));
 }
 
-// Q6_K: for each half of the 256, 64 bytes of nibbles and 32 of two bits each (those first: 128 + 64 bytes); 16 scales of 8
-// bits; D.
+// Q6_K: 128 bytes of low nibbles (64 for each half of the 256 numbers), 64 bytes of two high bits each (32 for each
+// half), 16 scales of 8 bits, D.
 void put_k6(const Lane& lane, int b, const uint8_t* in) {
     const uint8_t* scales = in + 192;
     for (int j = 0; j < kSuperBlock; j++) {
@@ -133,7 +133,7 @@ void put_k6(const Lane& lane, int b, const uint8_t* in) {
     lane.put_super(b, 0, half_at(in + 208));
 }
 
-// S8, S16: the scales of a block in float32, for S8 of either half; then 32 numbers of 8 bits, or in bfloat16.
+// S8, S16: the scales of a block in float32 (S8: one for each half), then 32 numbers of 8 bits or in bfloat16.
 void put_scaled(const Lane& lane, int b, Type type, const uint8_t* in) {
     uint8_t* to = lane.block(b);
     const int scales = type == kRowsS8 ? 2 : 1;
@@ -146,7 +146,7 @@ void put_scaled(const Lane& lane, int b, Type type, const uint8_t* in) {
     }
 }
 
-int bytes_of(Type type) {  // of what a file has for one block, or for one super-block
+int bytes_of(Type type) {  // of one block, or of one super-block, in a file
     switch (type) {
         case kQ4_0: return 18;
         case kQ4_1: return 20;
@@ -198,8 +198,8 @@ extern "C" {
 
 int64_t hr_tile_bytes(const Matrix* w, int32_t form) { return w->tile_bytes((Form)form); }
 
-// Fill `count` rows of `w`, whose memory is zero, from rows of a file's blocks of a GGUF type that has a form of its own: from
-// row `first` on, and where `turns` weights take turns, every so many tiles. -1 for any other type.
+// Fill `count` rows of `w`, all zero before, from rows of blocks of a GGUF type that has its own form, from row `first`
+// on. If `turns` weights interleave their tiles, only every `turns`-th tile is filled. Returns -1 for any other type.
 int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64_t row_bytes, int32_t first, int32_t count,
                        int32_t turns) {
     const int bytes = bytes_of((Type)type);
@@ -220,8 +220,8 @@ int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64
     return 0;
 }
 
-// The same from float32 rows: kBF16 rounds each, kU8 rounds blocks of 32 to 127 steps of their largest, none of them below
-// the smallest half, 2^-24. A block that is not finite is NaN.
+// The same from float32 rows: kBF16 rounds each number, kU8 rounds a block of 32 to 127 steps of its largest number,
+// with a step of at least the smallest float16, 2^-24. A block with a number that is not finite becomes NaN.
 int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_t count, int32_t turns) {
     for (int i = 0; i < count; i++, rows += w->cols) {
         const int row = place_of(i, first, turns);
@@ -235,11 +235,11 @@ int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_
                 float size = 0, zero = 0;
                 for (int i = 0; i < kBlock; i++) size = std::max(size, std::fabs(x[i])), zero += 0.0f * x[i];
                 uint16_t d = f32_to_f16(size / 127.0f);
-                // A half has few bits for the smallest steps. Rather too long than too short for the largest weight.
+                // Denormal float16 steps have few bits: round up, so that the largest weight still fits in 127 steps.
                 if (d < kLeastNormal && f16_to_f32(d) * 127.0f < size) d++;
                 float step = f16_to_f32(d);
                 uint8_t q[kBlock] = {};
-                if (!(step < INFINITY) || zero != 0.0f) {  // has no integers: its scale says so to every product
+                if (!(step < INFINITY) || zero != 0.0f) {  // no integers fit: a NaN scale reaches every product
                     d = f32_to_f16(NAN);
                 } else if (step > 0) {
                     for (int i = 0; i < kBlock; i++)

@@ -1,27 +1,27 @@
-// Threads that share one loop at a time. The caller works too, and never waits for a thread that has not begun: a
-// helper that the operating system has put aside costs nothing but its help.
+// A thread pool that runs one loop at a time. The caller works too, and never waits for a thread that has not begun: a
+// helper that the operating system has descheduled costs only its help.
 //
-// One number decides who runs what: `left_`, how many indices of the loop nobody has taken yet. Whoever lowers it from
-// a positive value owns the index that this value stands for, and nobody else can. All else follows:
+// One number decides which thread runs which index: `left_`, the number of indices of the loop that are not taken yet.
+// A thread that lowers it from a positive value owns the index of this value, alone:
 //
-//   - What a loop is (`call_`, `body_`, `count_`) is written by run() alone, while `left_` is not positive, and read by
-//     owners alone. run() returns when as many indices are done as there were, so there is no owner between two loops:
-//     nobody reads what is being written, and no body is called after its run() has returned.
-//   - It does not matter how old the value is that made a thread lower `left_`, or to which loop it belonged: what it
-//     gets is an index of the loop that runs now, or, where the result is not positive, nothing. So there are no
-//     generations to tell apart, and none that could wrap around. A thread lowers `left_` past zero once a loop at most.
+//   - The description of a loop (`call_`, `body_`, `count_`) is written only by run(), while `left_` is not positive,
+//     and read only by owners. run() returns when all indices are done, so there is no owner between two loops: no
+//     thread reads the description while it is written, and no body is called after its run() has returned.
+//   - A thread may lower `left_` because of a stale value, even of an earlier loop: it gets an index of the current
+//     loop or, if `left_` was not positive, nothing. So there are no generations to distinguish, and none that could
+//     wrap around. A thread lowers `left_` past zero at most once per loop.
 //
-// (A counter and a bound in two words do not do: between the look at the bound and the taking there may be a new loop.
-// Barriers, and OpenMP's teams, make the caller wait for every helper to come, which on a busy machine costs the time
-// slice of somebody else in each loop.)
+// (A counter and a bound in two words do not work: a new loop may begin between checking the bound and taking an index.
+// Barriers and OpenMP teams make the caller wait for every helper, which on a busy machine costs the time slice of
+// another process in each loop.)
 //
-// Orders of memory: lowering `left_` acquires what the store of it released; counting an index as done releases what
-// its body did to the caller that sees all of them done, and by that also ends the reading of the loop before the next
-// is written. A sleeper says so and then looks at `left_`, the caller sets `left_` and then looks for sleepers: one of
-// them must see the other, which needs one order of all four, so these are sequentially consistent. The rest is relaxed:
-// a look at `left_` that is too old costs a turn.
+// Memory order: lowering `left_` acquires what the store of it released. Counting an index as done releases what its
+// body wrote to the caller that sees all indices done, and ends the reading of the description before the next one is
+// written. A sleeper sets `sleeping_` and then reads `left_`; the caller sets `left_` and then reads `sleeping_`. One
+// of them must see the other, which needs a single order of all four accesses, so these are sequentially consistent.
+// All others are relaxed: a stale value of `left_` costs one more turn.
 //
-// tests/gpu/cpu/test_pool_interleavings.py walks through all interleavings of this, step by step: keep it alike.
+// tests/gpu/cpu/test_pool_interleavings.py checks all interleavings, step by step: keep it in sync.
 #pragma once
 
 #include <atomic>
@@ -36,8 +36,8 @@
 
 namespace headrace {
 
-// The first look at any of a thread's thread_locals takes memory for all those of the library, and where there is none, the
-// process is ended, without an exception. So threads look when they are made, and not in the middle of a step.
+// A thread's first access to any thread_local allocates all thread_locals of the library, and if there is no memory,
+// ends the process without an exception. So threads access one when they start, and not in the middle of a step.
 inline void take_thread_locals() {
     [[maybe_unused]] thread_local volatile char any;
     any = 0;
@@ -45,7 +45,7 @@ inline void take_thread_locals() {
 
 inline void cpu_relax() {
 #if defined(__aarch64__)
-    __asm__ __volatile__("isb");  // some ten nanoseconds; `yield` is nothing at all on most of them
+    __asm__ __volatile__("isb");  // some ten nanoseconds; `yield` takes no time on most ARM cores
 #else
     __builtin_ia32_pause();
 #endif
@@ -53,7 +53,7 @@ inline void cpu_relax() {
 
 class Pool {
   public:
-    // Where the system grants fewer threads than are asked for, those do the work: slower, with the same results.
+    // If the system grants fewer threads than requested, the pool works with those: slower, with the same results.
     explicit Pool(int num_threads) {
         take_thread_locals();
         helpers_.reserve(num_threads > 1 ? (size_t)num_threads - 1 : 0);
@@ -78,9 +78,9 @@ class Pool {
 
     int num_threads() const { return (int)helpers_.size() + 1; }
 
-    // body(i) for every i below count, in any order and on any thread; returns when all have run. What a body throws is
-    // thrown here, the first of several. While one loop is shared out, any other, begun within it or by a second caller,
-    // is its caller's alone. (Within a loop that was its caller's alone, another may be shared out.)
+    // Run body(i) for every i below count, in any order and on any thread; returns when all have run. Rethrows the
+    // first exception of a body. While one loop is shared, any other loop, nested or of a second caller, runs on its
+    // caller's thread alone. (A loop within a loop that runs on one thread may be shared.)
     template <class Body>
     void run(int count, const Body& body) {
         if (count <= 1 || helpers_.empty() || busy_.exchange(true, std::memory_order_acquire)) {
@@ -111,19 +111,19 @@ class Pool {
     }
 
   private:
-    // About 50 microseconds: longer than the gaps within a step, shorter than what anybody would miss between steps.
+    // About 50 microseconds: longer than the gaps within a step, and short enough not to matter between steps.
     static constexpr int kSpins = 2000;
 
     bool any_left() const { return left_.load(std::memory_order_relaxed) > 0; }
 
-    // Take indices of the loop that runs, as long as there are any.
+    // Take indices of the current loop while there are any.
     void take() {
         while (any_left()) {
             int left = left_.fetch_sub(1, std::memory_order_acquire);
             if (left <= 0) return;
             try {
                 call_(body_, count_ - left);
-            } catch (...) {  // out of memory, most likely: nothing may leave a helper, and the loop goes on to its end
+            } catch (...) {  // most likely out of memory: no exception may leave a helper, and the loop continues
                 if (!failed_.exchange(true, std::memory_order_relaxed)) thrown_ = std::current_exception();
             }
             done_.fetch_add(1, std::memory_order_release);
@@ -145,7 +145,7 @@ class Pool {
         }
     }
 
-    // What threads wait for, and what they say when they are done, in cache lines of their own.
+    // What threads wait for, and what they write when they are done, are in separate cache lines.
     alignas(64) std::atomic<int> left_{0};
     void (*call_)(const void* body, int index) = nullptr;
     const void* body_ = nullptr;
@@ -158,7 +158,7 @@ class Pool {
     bool ending_ = false;  // under mutex_
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::vector<std::thread> helpers_;  // the last, so that all else is there before them
+    std::vector<std::thread> helpers_;  // last, so that all other members exist while helpers run
 };
 
 }  // namespace headrace

@@ -1,4 +1,4 @@
-// ranks.h for gpu/cpu/communicator.py.
+// The C interface of ranks.h for gpu/cpu/communicator.py.
 
 #include "engine.h"
 
@@ -6,7 +6,7 @@ using namespace headrace;
 
 namespace {
 
-// One call of a collective. Others must not wait for a rank whose arguments were wrong: there is none that can be.
+// Run one collective. It rejects no arguments, so no rank returns early and leaves the others waiting.
 template <class Body>
 int32_t collective(void* handle, const Body& body) {
     try {
@@ -21,10 +21,10 @@ int32_t collective(void* handle, const Body& body) {
 
 extern "C" {
 
-// Bytes of a segment for so many ranks; they begin as zeros. -1: there cannot be so many.
+// Bytes of a segment for `ranks` ranks, which begin as zeros; -1 if there are too many ranks.
 int64_t hr_segment_bytes(int32_t ranks) { return ranks <= kMaxRanks ? Ranks::bytes(ranks) : -1; }
 
-// One rank of those that map `segment`. No wait of it takes longer than `timeout` seconds, but for what it is stopped.
+// Create one of the ranks of `segment`. A wait takes at most `timeout` seconds, not counting time it is stopped.
 void* hr_ranks_create(void* segment, int32_t rank, int32_t size, double timeout) {
     return new (std::nothrow) Ranks(segment, rank, size, timeout);
 }
@@ -43,6 +43,6 @@ int32_t hr_all_gather(void* handle, const uint8_t* own, const int64_t* bytes, ui
     return collective(handle, [=](Ranks& ranks) { ranks.all_gather(own, bytes, out); });
 }
 
-// Ends every wait of a group, from whatever process: `rank` will not come any more.
+// End every wait of a group, from any process: `rank` will not arrive any more.
 void hr_lose(void* segment, int32_t rank) { lose(*static_cast<Segment*>(segment), rank); }
 }

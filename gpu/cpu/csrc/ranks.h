@@ -1,21 +1,21 @@
-// Ranks of one machine over one shared segment: a barrier, and what is made of it. Each rank is a process (or, in tests, a
-// thread), and maps the segment wherever it likes.
+// Ranks of one machine over a shared segment: a barrier, and collectives built on it. Each rank is a process (or, in
+// tests, a thread), and maps the segment at any address.
 //
-//   - A rank arrives at its n-th barrier by writing n to a word of its own, and leaves when the words of all others say n,
-//     or n + 1 where one is ahead: further it cannot get. So numbers are compared by their difference, and may wrap around.
-//   - Who waits spins, then yields, and then sleeps on its own `bell`. It reads the bell, says that it sleeps, looks once
-//     more for what it waits for, and sleeps only as long as the bell is what it read. Whoever arrives writes its word, and
-//     then looks for sleepers and rings their bells. One of the two must see the other, which needs one order of these
-//     accesses, so they are sequentially consistent. A bell that is rung for nothing costs a look.
-//   - `lost` says that a rank will not arrive any more: it is written once, by a rank that waited for its deadline, by one
-//     that failed, or by whoever watches the processes; then all bells are rung. Every wait ends with RankLost, as do all
-//     to come: a group that has lost a rank is over.
+//   - A rank arrives at its n-th barrier by writing n to its own word, and leaves when the words of all others are n,
+//     or n + 1 for a rank that is ahead; no rank gets further. Numbers are compared by difference, so they may wrap.
+//   - A waiting rank spins, then yields, and then sleeps on its own `bell`. It reads the bell, sets `sleeping`, checks
+//     once more whether it must wait, and sleeps only while the bell has the value it read. An arriving rank writes its
+//     word, then checks for sleepers and rings their bells. One of the two must see the other, which needs a single
+//     order of these accesses, so they are sequentially consistent. A needless ring costs one check.
+//   - `lost` means that a rank will not arrive any more. It is written once: by a rank that waited until its deadline,
+//     by one that failed, or by the process that watches them; then all bells are rung. Every wait, now or later, ends
+//     with RankLost: a group that has lost a rank is over.
 //
-// A deadline is counted in slices of a sleep, of which one can be no longer than it is however long this process was
-// stopped: ranks that were stopped and continued together find each other again.
+// A deadline is counted in slices of sleep, and each slice counts once however long this process was stopped: ranks
+// that were stopped and continued together find each other again.
 //
-// Orders of memory: arriving releases all that a rank and, by the ends of their loops, its threads wrote before; leaving
-// acquires it. tests/gpu/cpu/test_ranks_interleavings.py walks through all interleavings of this: keep it alike.
+// Memory order: arriving releases all that a rank and, by the ends of their loops, its threads wrote before; leaving
+// acquires it. tests/gpu/cpu/test_ranks_interleavings.py checks all interleavings: keep it in sync.
 #pragma once
 
 #include <atomic>
@@ -35,12 +35,12 @@
 namespace headrace {
 
 constexpr int kMaxRanks = 64;
-constexpr int64_t kSlotBytes = 1 << 18;  // what a rank gives to a collective at a time
+constexpr int64_t kSlotBytes = 1 << 18;  // bytes per rank and round of a collective
 
-// In the segment, which begins as zeros. Cache lines have one writer each, but for bells.
+// Lies in the segment, which begins as zeros. Each cache line has one writer, except for bells.
 struct RankWords {
     alignas(64) std::atomic<uint32_t> arrived;
-    std::atomic<uint32_t> call;  // what it came for; see begin()
+    std::atomic<uint32_t> call;  // identifies the rank's current call, see begin()
     alignas(64) std::atomic<uint32_t> sleeping;
     std::atomic<uint32_t> bell;
 };
@@ -65,14 +65,14 @@ inline void ring(RankWords& rank) {
     futex(rank.bell, FUTEX_WAKE, 1);
 }
 
-// Ends all waits of a group, whoever calls. The first rank that is said to be lost is the one.
+// End all waits of a group; any process may call this. Only the first lost rank is recorded.
 inline void lose(Segment& segment, int rank) {
     uint32_t none = 0;
     segment.lost.compare_exchange_strong(none, (uint32_t)rank + 1, std::memory_order_seq_cst);
     for (RankWords& each : segment.ranks) ring(each);
 }
 
-// One rank's side, for one thread at a time. In the segment two slots of kSlotBytes for each rank follow, used by turns.
+// One rank's side, for one thread at a time. The segment ends with two slots of kSlotBytes per rank, used alternately.
 class Ranks {
   public:
     Ranks(void* segment, int rank, int size, double timeout)
@@ -84,7 +84,7 @@ class Ranks {
 
     Segment& segment() const { return *segment_; }
 
-    // Returns when all ranks have come. Throws RankLost.
+    // Wait until all ranks have arrived. Throws RankLost.
     void barrier() {
         const uint32_t epoch = ++epoch_;
         mine().arrived.store(epoch, std::memory_order_seq_cst);
@@ -95,8 +95,8 @@ class Ranks {
             if (other != rank) wait_for(other, epoch);
     }
 
-    // A barrier at the beginning of a call, which `call` tells from others: a rank that failed outside and goes on with
-    // something else is lost. There must be another barrier before the next one of these.
+    // The barrier at the beginning of a call, identified by `call`: a rank that failed outside and is now in another
+    // call is marked as lost. Another barrier must follow before the next begin().
     void begin(uint32_t call) {
         mine().call.store(call, std::memory_order_relaxed);
         barrier();
@@ -105,7 +105,7 @@ class Ranks {
         throw_if_lost();
     }
 
-    // x becomes the sum of all ranks', added up in their order: the same bits on each.
+    // Replace x by the sum over all ranks, added in rank order: the same bits on each rank.
     void all_reduce(float* x, int64_t count) {
         constexpr int64_t kAtOnce = kSlotBytes / (int64_t)sizeof(float);
         for (; count > 0; x += kAtOnce, count -= kAtOnce) {
@@ -119,7 +119,7 @@ class Ranks {
         }
     }
 
-    // What all ranks give, `bytes[r]` of rank r, one behind the other.
+    // Concatenate the data of all ranks, `bytes[r]` from rank r.
     void all_gather(const uint8_t* own, const int64_t* bytes, uint8_t* out) {
         int64_t most = 0;
         for (int from = 0; from < size; from++) most = bytes[from] > most ? bytes[from] : most;
@@ -135,7 +135,7 @@ class Ranks {
     }
 
   private:
-    // Spins last longer than a step's parts that are cut evenly take to come together; a futex costs two switches.
+    // Spinning outlasts the difference between ranks with equal parts of a step; a futex costs two context switches.
     static constexpr int kSpins = 2000, kYields = 100, kSlices = 16;
 
     RankWords& mine() const { return segment_->ranks[rank]; }
@@ -143,8 +143,8 @@ class Ranks {
         return reinterpret_cast<uint8_t*>(segment_) + sizeof(Segment) + (turn * size + of) * kSlotBytes;
     }
 
-    // Afterwards every slot of this turn holds what its rank gave. Two turns, because a rank that is ahead writes to the
-    // next one while another reads this; it gets to the one after that by a barrier to which all come from reading this.
+    // Afterwards every slot of this turn holds its rank's data. Two turns, because a rank that is ahead writes to the
+    // next turn while others read this one; it reuses this turn only after a barrier that they enter after reading.
     void exchange(const void* own, int64_t bytes) {
         turn_ ^= 1;
         if (bytes > 0) std::memcpy(slot(turn_, rank), own, (size_t)bytes);
@@ -181,7 +181,7 @@ class Ranks {
         throw_if_lost();
     }
 
-    // Until the bell is rung, for a slice of the deadline at most. Returns whether it may have been rung.
+    // Sleep until the bell is rung, or for a slice of the deadline. Returns whether the bell may have been rung.
     bool sleep(std::atomic<uint32_t>& bell, uint32_t as_read) const {
         const double slice = timeout_ / kSlices;
         timespec timeout{(time_t)slice, (long)((slice - (double)(time_t)slice) * 1e9)};

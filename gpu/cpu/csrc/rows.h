@@ -1,4 +1,4 @@
-// What is done to each row of a step by itself.
+// Operations on each row of a step by itself.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace headrace {
 
-// Rows are cheap; below this many of them a loop that several threads share costs more than it saves.
+// Rows are cheap: for fewer rows than this, sharing a loop between threads costs more than it saves.
 constexpr int kRowsPerItem = 8;
 
 template <class Body>

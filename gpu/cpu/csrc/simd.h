@@ -1,16 +1,16 @@
-// Vectors of 16 lanes, whatever a register holds: one of them with AVX-512, half of one with AVX2, a quarter with NEON.
-// All else is written once, against what is here. simd_avx512.h, simd_avx2.h and simd_neon.h have the same types and
-// functions, by each processor's instructions:
+// Vectors of 16 lanes for any register size: one register with AVX-512, two with AVX2, four with NEON. All other code
+// is written once, with these types and functions, which simd_avx512.h, simd_avx2.h and simd_neon.h implement by each
+// processor's instructions:
 //
 //   f32x16, f64x16, i32x16, u32x16, u16x16, i8x16   with + - * / & | << >> < > == and [lane]; a comparison is an i32x16
 //   splat, select(mask, a, b), fma, max, as_f32, as_u32, as_i32, to_f32, to_f64, sum, largest
 //   narrow, widen                                   between u32x16 and u16x16
 //   load_f16, nibbles, dot_bf16
-//   f16, kRegisters                                 one half-precision number; how many f32x16 there is room for
-//   kDotsBF16                                       whether dot_bf16 is what the processor does fastest
+//   f16, kRegisters                                 one half-precision number; the number of f32x16 that fit in registers
+//   kDotsBF16                                       whether dot_bf16 is the processor's fastest product
 //
-// The operations of one lane, and the order of a sum, are the same wherever a build computes them: a row's result is the
-// same bits in any batch. From one build to another they may differ in the last bit.
+// Within a build, the operations of a lane and the order of a sum are the same everywhere, so a row's result has the
+// same bits in any batch. Different builds may differ in the last bit.
 #pragma once
 
 #include <cmath>
@@ -60,14 +60,14 @@ inline uint16_t f32_to_f16(float value) {
     return load<uint16_t>(&half);
 }
 
-// To the nearest bfloat16, ties to even; a NaN stays one.
+// Round to the nearest bfloat16, ties to even; NaN stays NaN.
 inline u16x16 to_bf16(f32x16 x) {
     u32x16 bits = as_u32(x), high = bits >> 16;
     u32x16 rounded = (bits + (splat(0x7fffu) + (high & splat(1u)))) >> 16;
     return narrow(select(x == x, rounded, high | splat(0x40u)));
 }
 
-// The same for numbers of which none is denormal.
+// The same for numbers that are not denormal.
 inline u16x16 normal_to_bf16(f32x16 x) {
 #if defined(__AVX512BF16__)
     return (u16x16)_mm512_cvtneps_pbh((__m512)x);
@@ -88,7 +88,7 @@ inline float from_bf16(uint16_t half) {
 }
 
 #if !defined(__AVX512F__)
-// 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of the rest; 0 below -126.
+// 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of x - whole; 0 below -126.
 template <class Function>
 inline f32x16 exp2_by(f32x16 x, const Function& p) {
     f32x16 clamped = max(x, splat(-127.0f));
@@ -99,8 +99,8 @@ inline f32x16 exp2_by(f32x16 x, const Function& p) {
 }
 #endif
 
-// 2^x for x <= 0 (or slightly above), to about 2e-7 relative; 0 below -126; a NaN stays one. 2^f by the polynomial whose
-// largest relative error, 9e-8, is least for |f| <= 1/2, and which is 1 at 0.
+// 2^x for x <= 0 (or slightly above), with a relative error of about 2e-7; 0 below -126; NaN stays NaN. 2^f is the
+// polynomial that is 1 at 0 and has the least maximal relative error for |f| <= 1/2, 9e-8.
 inline f32x16 exp2(f32x16 x) {
     return exp2_by(x, [](f32x16 f) {
         f32x16 p = splat(1.3264727e-3f);
@@ -112,7 +112,7 @@ inline f32x16 exp2(f32x16 x) {
     });
 }
 
-// 1 / (1 + e^-x), by 2^y of a y <= 0, so that nothing overflows.
+// 1 / (1 + e^-x), computed from 2^y with y <= 0, so that nothing overflows.
 inline f32x16 sigmoid(f32x16 x) {
     f32x16 e = exp2(select(x < splat(0.0f), x, -x) * splat(1.44269504f));
     return select(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);

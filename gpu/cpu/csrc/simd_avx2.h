@@ -18,7 +18,7 @@ inline V select(i32x8 mask, V a, V b) {
     return mask ? a : b;
 }
 
-// Written out, because whether a compiler contracts a * b + c may differ from one place to the next.
+// Explicit, because a compiler may contract a * b + c in one place and not in another.
 inline f32x8 fma(f32x8 a, f32x8 b, f32x8 c) { return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline f32x8 max(f32x8 a, f32x8 b) { return (f32x8)_mm256_max_ps((__m256)a, (__m256)b); }  // a > b ? a : b
 inline f32x8 as_f32(u32x8 bits) { return (f32x8)bits; }
@@ -78,7 +78,7 @@ inline f32x16 to_f32(i8x16 x) {
     return to_f32(i32x16{(i32x8)_mm256_cvtepi8_epi32(bytes), (i32x8)_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))});
 }
 
-inline u16x16 narrow(u32x16 x) {  // whose lanes fit
+inline u16x16 narrow(u32x16 x) {  // lanes must fit in 16 bits
     __m256i halves = _mm256_packus_epi32((__m256i)x.low, (__m256i)x.high);  // low 0-3, high 0-3, low 4-7, high 4-7
     return (u16x16)_mm256_permute4x64_epi64(halves, 0xd8);
 }
@@ -93,7 +93,7 @@ inline f32x16 load_f16(const uint16_t* from) {
     return {(f32x8)_mm256_cvtph_ps(load<__m128i>(from)), (f32x8)_mm256_cvtph_ps(load<__m128i>(from + 8))};
 }
 
-// The four bits from `shift` on of each lane, 0 to 15.
+// The four bits from `shift` on of each lane, as numbers from 0 to 15.
 inline f32x16 nibbles(u32x16 packed, int shift) {
     return {to_f32((i32x8)((packed.low >> shift) & 15u)), to_f32((i32x8)((packed.high >> shift) & 15u))};
 }

@@ -1,5 +1,5 @@
-// simd.h for AVX-512 (F, BW, VL, DQ): a vector is a register, in the compiler's own notation. With BF16, dot_bf16 is one
-// instruction.
+// simd.h for AVX-512 (F, BW, VL, DQ): a vector is a register, of the compiler's vector types. With BF16, dot_bf16 is
+// one instruction.
 #pragma once
 
 #include <immintrin.h>
@@ -38,7 +38,7 @@ inline V select(i32x16 mask, V a, V b) {
     return mask ? a : b;
 }
 
-// Written out, because whether a compiler contracts a * b + c may differ from one place to the next.
+// Explicit, because a compiler may contract a * b + c in one place and not in another.
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
@@ -53,7 +53,7 @@ inline double sum(f64x16 x) {
     return _mm512_reduce_add_pd(_mm512_add_pd(halves[0], halves[1]));
 }
 
-// Where a lane is NaN, any of the others or NaN.
+// If a lane is NaN, the result is NaN or any other lane.
 inline float largest(f32x16 x) { return _mm512_reduce_max_ps((__m512)x); }
 
 // 16 half-precision floats.
@@ -61,13 +61,13 @@ inline f32x16 load_f16(const uint16_t* from) {
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
 
-// The four bits from `shift` on of each lane, 0 to 15. A permutation looks at no more than four of an index.
+// The four bits from `shift` on of each lane, as numbers from 0 to 15. A permutation uses only four bits of an index.
 inline f32x16 nibbles(u32x16 packed, int shift) {
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return (f32x16)_mm512_permutexvar_ps((__m512i)(packed >> shift), numbers);
 }
 
-// 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of the rest; 0 below -126.
+// 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of x - whole; 0 below -126.
 template <class Function>
 inline f32x16 exp2_by(f32x16 x, const Function& p) {
     __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -75,7 +75,7 @@ inline f32x16 exp2_by(f32x16 x, const Function& p) {
     return (f32x16)_mm512_maskz_scalef_ps(normal, (__m512)p(x - (f32x16)whole), whole);
 }
 
-// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.
+// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], with pairs of bfloat16.
 inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {
     u32x16 pair = splat(load<uint32_t>(x));
 #if defined(__AVX512BF16__)
@@ -87,7 +87,7 @@ inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {
 }
 
 template <int kCount, int kPeriod, int kCentre>
-struct BF16Ramp {  // kCount numbers -kCentre, 1 - kCentre, ..., from the start again after kPeriod of them
+struct BF16Ramp {  // kCount numbers -kCentre, 1 - kCentre, ..., starting again after kPeriod of them
     alignas(64) uint16_t values[kCount];
     constexpr BF16Ramp() : values() {
         for (int i = 0; i < kCount; i++)
@@ -95,7 +95,7 @@ struct BF16Ramp {  // kCount numbers -kCentre, 1 - kCentre, ..., from the start 
     }
 };
 
-// bfloat16 of the lowest 4, 5 or 6 bits of each 16-bit word, less kCentre. What lies above them may be anything.
+// bfloat16 of the lowest 4, 5 or 6 bits of each 16-bit word, minus kCentre. The bits above them may be anything.
 template <int kBits, int kCentre>
 inline u32x16 bf16_of_words(u32x16 words) {
     if constexpr (kBits < 6) {
@@ -109,7 +109,7 @@ inline u32x16 bf16_of_words(u32x16 words) {
 }
 
 #if defined(__AVX512BF16__)
-// Both rounded to bfloat16, side by side in each lane.
+// Round both to bfloat16, and put them side by side in each lane.
 inline u32x16 bf16_pair(f32x16 first, f32x16 second) {
     static constexpr struct Order {
         alignas(64) uint16_t words[32];

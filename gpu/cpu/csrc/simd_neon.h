@@ -1,4 +1,4 @@
-// simd.h for 64-bit ARM: a vector is four registers. With BF16, dot_bf16 is one instruction for each.
+// simd.h for 64-bit ARM: a vector is four registers. With BF16, dot_bf16 is one instruction per register.
 #pragma once
 
 #include <arm_neon.h>
@@ -7,7 +7,7 @@ namespace headrace {
 
 typedef float32x4_t f32x4;
 typedef float64x2_t f64x2;
-typedef decltype(f32x4{} < f32x4{}) i32x4;  // which GCC tells from int32x4_t
+typedef decltype(f32x4{} < f32x4{}) i32x4;  // which GCC distinguishes from int32x4_t
 typedef uint32x4_t u32x4;
 typedef uint16x8_t u16x8;
 typedef int8x16_t i8x16;
@@ -18,7 +18,7 @@ inline V select(M mask, V a, V b) {
     return mask ? a : b;
 }
 
-// Written out, because whether a compiler contracts a * b + c may differ from one place to the next.
+// Explicit, because a compiler may contract a * b + c in one place and not in another.
 inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) { return vfmaq_f32(c, a, b); }
 inline f32x4 max(f32x4 a, f32x4 b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline f32x4 as_f32(u32x4 bits) { return vreinterpretq_f32_u32(bits); }
@@ -93,7 +93,7 @@ inline f32x16 load_f16(const uint16_t* from) {
     return {{four(0), four(1)}, {four(2), four(3)}};
 }
 
-// The four bits from `shift` on of each lane, 0 to 15.
+// The four bits from `shift` on of each lane, as numbers from 0 to 15.
 inline f32x16 nibbles(u32x16 packed, int shift) { return to_f32((packed >> shift) & splat(15u)); }
 
 inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {

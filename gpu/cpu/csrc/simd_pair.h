@@ -1,5 +1,5 @@
-// A vector that takes two registers, or two such pairs: every operation is that of its halves, which are members and no
-// array, so that compilers keep them in registers. What a half is, and its functions, has to be known before.
+// A vector of two registers, or of two such pairs. Every operation applies to both halves, which are members and not an
+// array, so that compilers keep them in registers. The type of a half and its functions must be declared before.
 #pragma once
 
 namespace headrace {
@@ -15,7 +15,7 @@ struct Pair {
 };
 
 template <class V>
-struct Memory<Pair<V>> {  // half by half: as a whole it would go by the stack
+struct Memory<Pair<V>> {  // half by half: as a whole it would be copied through the stack
     static Pair<V> load(const void* from) {
         return {Memory<V>::load(from), Memory<V>::load((const char*)from + sizeof(V))};
     }
@@ -93,7 +93,7 @@ inline float largest(Pair<V> x) {
     return largest(max(x.low, x.high));
 }
 
-// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.
+// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], with pairs of bfloat16.
 template <class V, class W>
 inline Pair<V> dot_bf16(Pair<V> sums, Pair<W> weights, W x) {
     return {dot_bf16(sums.low, weights.low, x), dot_bf16(sums.high, weights.high, x)};

@@ -1,12 +1,12 @@
-// AMX: eight registers, each a tile of up to 16 rows of 64 bytes, and products of whole tiles. Only where the compiler
-// was told of it (the build _kernels_amx), and only after the kernel has granted it to this process.
+// AMX: eight registers, each a tile of up to 16 rows of 64 bytes, and products of whole tiles. Usable only in the build
+// for it (_kernels_amx), and only after the kernel has permitted it to this process.
 //
-// What a tile product of bfloat16 computes, measured: C[r][n] + (the sum over even k + the sum over odd k), each sum a
-// chain of fused multiply-adds from zero in order of k, denormals taken and left as zero. A row's bits depend on nothing
-// but its own row of A and of C: what other rows hold, garbage included, does not matter.
+// What a tile product of bfloat16 computes, as measured: C[r][n] + (the sum over even k + the sum over odd k), each sum
+// a chain of fused multiply-adds from zero in order of k, with denormal inputs and results treated as zero. Of A and C,
+// a row's bits depend only on its own row: garbage in other rows does not matter.
 //
-// The instructions are spelled out with a memory clobber. GCC 12's _tile_loadconfig and _tile_loadd have none, so that
-// it drops stores to memory that nothing else seems to read.
+// The instructions are inline assembly with a memory clobber. GCC 12's _tile_loadconfig and _tile_loadd have none, so
+// GCC drops stores to memory that only they read.
 #pragma once
 
 #include <cstdint>
@@ -18,22 +18,22 @@ namespace headrace {
 
 #if defined(__AMX_BF16__)
 
-// Whether the kernel lets this process use tiles; that the processor has them does not say so. For all its threads,
-// those to come included, and for what it forks. Asking again is harmless.
+// Ask the kernel for permission to use tiles, and return whether it grants it; support by the processor is not enough.
+// The permission covers all threads, also later ones, and forked children. Asking again is harmless.
 inline bool request_tiles() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-struct alignas(64) TileShapes {  // as the instruction reads them; tiles of 16 rows of 64 bytes unless changed
+struct alignas(64) TileShapes {  // in the format of the instruction; tiles of 16 rows of 64 bytes unless changed
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // of a row
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // per row
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// While it lives this thread may use tiles, which begin as zeros. At its end the registers are given up, so that a
-// thread that sleeps has no 8 KiB of them to be saved and loaded. About 150 ns in all: not for each product. Not nested.
+// Allows this thread to use tiles, which begin as zeros, during its lifetime. The destructor releases the registers, so
+// no context switch saves their 8 KiB. About 150 ns in all: not for each product. Cannot be nested.
 class Tiles {
   public:
     explicit Tiles(const TileShapes& shapes = {}) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
@@ -47,7 +47,7 @@ inline void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// `stride` in bytes, from one row to the next.
+// `stride` is in bytes, from one row to the next.
 template <int kTile>
 inline void tile_load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
@@ -66,7 +66,7 @@ inline void tile_dot_bf16() {
 
 #else
 
-inline bool request_tiles() { return true; }  // a build that uses none
+inline bool request_tiles() { return true; }  // this build uses no tiles
 
 struct TileShapes {};
 struct Tiles {

@@ -1,5 +1,5 @@
-// Attention over random shapes, alone: against sums in double precision, and against itself, as other batches, chunks and
-// numbers of threads compute it. Whatever no token has written is NaN. Arguments: a seed, and how many shapes.
+// Attention over random shapes, compared with sums in double precision, and with itself in other batches, chunks and
+// numbers of threads. Cache memory that no token has written is NaN. Arguments: a seed, and the number of shapes.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -32,14 +32,14 @@ std::vector<float> numbers(size_t count, float size) {
 }
 
 struct Request {
-    int length, first;                 // positions, and from which on there are queries: no more than there is time for
+    int length, first;                 // positions, and the first one with a query: no more queries than time allows
     std::vector<float> keys, values;   // [length, heads, dim], bfloat16 numbers
     std::vector<float> queries;        // [length - first, heads, dim]
     std::vector<int32_t> blocks;
-    std::vector<float> expected;  // as it was computed alone and at once
+    std::vector<float> expected;  // the result when computed alone in one call
 };
 
-// Of the cache, with a page behind it that cannot be read: no sanitizer sees what a tile is loaded from.
+// The memory of the cache, followed by a page that cannot be read: sanitizers do not see what a tile load reads.
 class Memory {
   public:
     explicit Memory(size_t count) : count_(count), bytes_((count * 2 + kPage - 1) / kPage * kPage) {
@@ -112,7 +112,7 @@ struct Shape {
             }
     }
 
-    // Positions `begin` to `end` of each request; returns how many requests got other bits than `expected`, or keeps them.
+    // Run positions `begin` to `end` of each request. Returns how many requests differ from `expected`, or sets it.
     int step(Pool& pool, const std::vector<Request*>& batch, const std::vector<int>& begin, const std::vector<int>& end,
              bool keep = false) {
         std::vector<int64_t> positions;
@@ -144,7 +144,7 @@ struct Shape {
         return wrong;
     }
 
-    // One row by its definition.
+    // Check one row against the definition of attention.
     bool is_right(const Request& request, int position, int head) const {
         const int dim = heads.dim, kv = head / (heads.query / heads.kv);
         const size_t place = ((size_t)(position - request.first) * heads.query + head) * dim;
@@ -168,7 +168,7 @@ struct Shape {
                 double added = scores[token - first] / total * at(request.values, token, d);
                 sums[d] += added, sizes[d] += std::fabs(added);
             }
-        // Weights are rounded to bfloat16, by 2^-8 of each at most; beside a high sink they are less than a float holds.
+        // Weights are rounded to bfloat16, by at most 2^-8 of each; next to a high sink they are too small for a float.
         for (int d = 0; d < dim; d++)
             if (!(std::fabs(request.expected[place + d] - sums[d]) <= sizes[d] / 250 + 1e-37)) return false;
         return true;
@@ -215,7 +215,7 @@ int main(int, char** arguments) {
         std::vector<int> done = firsts;
         for (Request* request : all) shape.write(*request, 0, request->first);
         int failures = 0;
-        while (done != ends) {  // in chunks of any size, each where nothing after it has been written
+        while (done != ends) {  // in chunks of any size, with nothing written after each
             std::vector<Request*> some;
             std::vector<int> from, to;
             for (size_t i = 0; i < all.size(); i++) {

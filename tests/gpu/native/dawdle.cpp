@@ -1,6 +1,6 @@
-// Makes threads meet in ways that they otherwise meet in once a week: link it to a program that was compiled with
-// -fsanitize=thread, in place of the sanitizer's own library, and every access to memory may take long before it
-// happens. A busy machine does the same to a thread, but seldom between two particular instructions.
+// Provokes rare interleavings of threads: linked to a program compiled with -fsanitize=thread, instead of the
+// sanitizer's own library, it delays random memory accesses. A busy machine also delays threads, but seldom between two
+// particular instructions.
 #include <sched.h>
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// What the library computes, a line of numbers for each thing, for one build to be compared with another: products of
-// every form, a model's forward pass, draws. And whether rows are the same bits alone and together. There is no Python in
-// it, so that it runs where an emulator does.
-#include "decoder.cpp"  // which has no header
+// Print what the library computes, one line of numbers each, to compare one build with another: products of every form,
+// a model's forward pass, draws. Also check that rows have the same bits alone and together. No Python is needed, so
+// that this runs in an emulator.
+#include "decoder.cpp"  // it has no header
 
 #include <cstdio>
 
@@ -50,8 +50,8 @@ Matrix of_floats(Form form, int rows, int cols, float size) {
 struct Kind {
     const char* name;
     Form form;
-    int type, bytes, weights;  // of a GGUF file: its number, and its blocks
-    std::vector<int> halves;   // where those have float16 numbers
+    int type, bytes, weights;  // of a GGUF file: the type number, then bytes and weights per block
+    std::vector<int> halves;   // offsets of float16 numbers in a block
 };
 
 const Kind kKinds[] = {
@@ -75,7 +75,7 @@ Matrix of_blocks(const Kind& kind, int rows, int cols) {
         for (size_t at = 0; at < file.size(); at += kind.bytes) {
             float scale[2] = {uniform() * 0.01f, uniform() * 0.01f};
             std::memcpy(&file[at], scale, kind.form == kS8 ? 8 : 4);
-            for (int k = 0; kind.form == kS16 && k < 32; k++) {  // whatever is a number of bfloat16
+            for (int k = 0; kind.form == kS16 && k < 32; k++) {  // valid numbers of bfloat16
                 uint16_t number = to_bf16(uniform());
                 std::memcpy(&file[at + 4 + 2 * k], &number, 2);
             }
@@ -84,7 +84,7 @@ Matrix of_blocks(const Kind& kind, int rows, int cols) {
     return made;
 }
 
-int differ = 0;  // rows that are not the same bits
+int differ = 0;  // products and passes that do not have the same bits
 
 void products(void* engine, const char* name, const Matrix& w) {
     constexpr int kRows = 21;
@@ -126,7 +126,7 @@ void passes(void* engine, int window) {
     }
     const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
                          window ? 3.0f : 1.0f, window != 0, window != 0};
-    const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // two requests
+    const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // of two requests
     auto run = [&](std::vector<int> queries, std::vector<int> ends) {
         std::vector<int64_t> positions, ids;
         std::vector<int32_t> starts = {0}, lengths;

@@ -1,7 +1,7 @@
-// Steps of a small model on ranks that are threads, of two threads each: for a sanitizer to look at. Where a rank read what
-// another had not yet written, or wrote what another still read, there would be no order between the two.
+// Steps of a small model on ranks that are threads, of two threads each, for a thread sanitizer: it reports a rank that
+// reads what another has not yet written, or writes what another still reads.
 //
-// Prints how many results were not those of one rank, and ends with 1 if there are any.
+// Prints how many results differ from those of one rank, and ends with 1 if any do.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,7 +29,7 @@ namespace {
 constexpr int kLayers = 3, kHidden = 64, kDim = 16, kHeads = 2, kInner = 64, kExperts = 4, kVocabulary = 64, kBlocks = 4;
 constexpr int kSteps = 12, kTokens = 9;
 
-// Rows of a tensor that has `seed`; those of a rank are the same numbers as in the whole.
+// Rows of the tensor `seed`; the rows of a rank have the same numbers as in the whole tensor.
 std::vector<float> rows_of(int seed, int first, int count, int cols) {
     std::vector<float> values;
     for (int row = first; row < first + count; row++)
@@ -37,7 +37,7 @@ std::vector<float> rows_of(int seed, int first, int count, int cols) {
     return values;
 }
 
-// What one rank of `size` has of the model.
+// The part of the model on one rank of `size`.
 struct Own {
     hr_model model{};
     std::vector<hr_layer> layers{kLayers};
@@ -52,7 +52,7 @@ struct Own {
         int seed, first, count;
     };
 
-    // Of these rows, one below the other, or by tiles in turns.
+    // A matrix of these rows, concatenated or with interleaved tiles.
     Matrix matrix(std::vector<Rows> parts, int cols, bool in_turns = false) {
         Matrix made{0, cols, {{kBF16, 0, nullptr}}};
         for (const Rows& part : parts) made.rows += part.count;
@@ -106,7 +106,7 @@ struct Own {
     }
 };
 
-// A prompt, and then one token at a time: hidden states and the most likely tokens of all steps.
+// Run a prompt, then one token at a time. Returns hidden states and the most likely tokens of all steps.
 std::vector<float> work(void* engine, const hr_model& model) {
     std::vector<float> results;
     const int32_t table[kBlocks] = {0, 1, 2, 3};

@@ -1,4 +1,4 @@
-// Threads that share one engine of the library, and others that have one each: for a thread sanitizer to look at.
+// Threads that share one engine of the library, and others with one engine each, for a thread sanitizer.
 #include <cstdint>
 #include <cstdio>
 #include <thread>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kRows = 20, kOutputs = 112, kInputs = 64, kCalls = 40;
 
-// Returns how many results were not those of the first call.
+// Returns how many results differ from those of the first call.
 int work(void* engine, const headrace::Matrix& matrix) {
     std::vector<float> x(kRows * kInputs), out(kRows * kOutputs), first[2];
     for (size_t i = 0; i < x.size(); i++) x[i] = (float)(i % 13) - 6;
@@ -31,7 +31,7 @@ int work(void* engine, const headrace::Matrix& matrix) {
     std::vector<uint8_t> finite(kRows);
     int wrong = 0;
     for (int call = 0; call < kCalls; call++) {
-        const int rows = call % 2 ? kRows : kRows / 2;  // the engine's memory grows and is used again
+        const int rows = call % 2 ? kRows : kRows / 2;  // the engine's memory grows and is reused
         wrong += hr_multiply(engine, &matrix, x.data(), rows, call / 2 % 2, nullptr, out.data(), kOutputs);
         if (call == 1 || call == 3) first[call / 2] = out;  // of generated and of prompt tokens
         if (call > 3 && call % 2) wrong += out != first[call / 2 % 2];

@@ -1,6 +1,6 @@
-// Pools whose k-th allocation fails, for every k: fewer threads, or an exception, and never the end of the process.
+// Pools with a failing k-th allocation, for every k: fewer threads, or an exception, and never the end of the process.
 //
-// Prints what went wrong and ends with 1, or how many pools went on with fewer threads and ends with 0.
+// Prints what went wrong and ends with 1, or prints how many pools had fewer threads and ends with 0.
 #include <cstdio>
 #include <cstdlib>
 #include <new>
@@ -9,7 +9,7 @@
 
 namespace {
 
-std::atomic<int> allowed{-1};  // allocations before the one that fails; below zero: none fails
+std::atomic<int> allowed{-1};  // allocations before the failing one; below zero: none fails
 
 }  // namespace
 
@@ -34,7 +34,7 @@ int main() {
             pool.run(10, [&](int index) { sum += index; });
             if (sum != 45) return std::printf("allocation %d fails: a loop adds up to %d\n", k, sum.load()), 1;
             (pool.num_threads() < kThreads ? smaller : whole)++;
-        } catch (const std::bad_alloc&) {  // there was no memory for any pool
+        } catch (const std::bad_alloc&) {  // there was no memory for a pool
             allowed = -1;
         }
     }

@@ -1,8 +1,8 @@
-// Many short loops on more threads than cores: is each index run once, and nothing after its run() has returned?
+// Many short loops on more threads than cores: each index runs once, and no body runs after its run() has returned.
 //
 //     pool_stress THREADS SECONDS
 //
-// Prints what went wrong and ends with 1, or the number of loops and ends with 0.
+// Prints what went wrong and ends with 1, or prints the number of loops and ends with 0.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int kMost = 64;  // indices of a loop
+constexpr int kMost = 64;  // most indices of a loop
 
 std::atomic<int> wrong{0};
 
@@ -22,28 +22,28 @@ void fail(const char* what, long loop, int index) {
     if (wrong.fetch_add(1) < 10) std::printf("loop %ld, index %d: %s\n", loop, index, what);
 }
 
-// Outlives its loop, so that a body which runs too late can still say so.
+// Outlives its loop, so that a body that runs too late can still report it.
 struct Loop {
     std::atomic<long> number{0};
     std::atomic<bool> open{false};
     std::atomic<int> inside{0};
     std::atomic<int> runs[kMost]{};
-    long plain[kMost]{};  // not atomic: what a body has written must have reached the caller
+    long plain[kMost]{};  // not atomic: what a body has written must be visible to the caller
 };
 
 double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Less than a microsecond: threads meet at the ends of loops all the time.
+// Less than a microsecond, so that threads often reach the end of a loop together.
 void spend(unsigned turns) {
     for (unsigned i = 0; i < turns; i++) __builtin_ia32_pause();
 }
 
-// Loops from one caller. `throws`: some bodies throw, as they do when memory is out.
+// Run loops from one caller. `throws`: some bodies throw, as they do when memory runs out.
 long loops(headrace::Pool& pool, unsigned seed, double until, bool throws) {
     static constexpr int kLoops = 4;
-    auto* kept = new Loop[kLoops];  // by turns; never freed, as above
+    auto* kept = new Loop[kLoops];  // used in turn; never freed, as above
     std::minstd_rand random(seed);
     long number = 0;
     for (; wrong < 10 && seconds() < until; number++) {
@@ -99,9 +99,9 @@ int main(int, char** arguments) {
         pool.run(8, [&](int) { pool.run(8, [&](int) { inner++; }); });
         if (inner != 64) fail("a loop within a loop", done, inner);
 #endif
-        pool.run(1 << 20, [](int) {});  // more than any word's half has room for in 16 bits
+        pool.run(1 << 20, [](int) {});  // more indices than 16 bits can count
     }
-    for (int i = 0; i < 200; i++) {  // pools that come and go
+    for (int i = 0; i < 200; i++) {  // short-lived pools
         headrace::Pool pool(threads);
         std::atomic<int> sum{0};
         pool.run(i % 7, [&](int) { sum++; });

@@ -1,9 +1,8 @@
-// Ranks that meet again and again, more of them than cores: does none leave before all have come, and does none wait for one
-// that is lost?
+// Barriers of more ranks than cores: no rank leaves before all have arrived, and no rank waits for a lost one.
 //
 //     ranks_stress RANKS SECONDS
 //
-// Prints what went wrong and ends with 1, or the number of barriers and ends with 0.
+// Prints what went wrong and ends with 1, or prints the number of barriers and ends with 0.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +16,7 @@ using namespace headrace;
 
 namespace {
 
-constexpr long kLeast = 64;  // rounds, however busy the machine: enough for numbers to wrap around
+constexpr long kLeast = 64;  // least number of rounds, however busy the machine: enough for numbers to wrap around
 
 std::atomic<int> wrong{0};
 
@@ -29,14 +28,14 @@ double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// What ranks share. `plain` is not atomic: what a rank has written before a barrier must have reached all behind it.
+// State shared by the ranks. `plain` is not atomic: what a rank wrote before a barrier must be visible to all after it.
 struct Shared {
     Segment* segment;
     std::vector<long> plain;
     std::atomic<bool> over{false};
 };
 
-// Time for others to spin, to yield or to sleep.
+// A delay in which other ranks spin, yield or sleep.
 void dawdle(std::minstd_rand& random) {
     const unsigned kind = random() % 64;
     if (kind == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
@@ -61,7 +60,7 @@ long meet(Shared& shared, int rank, int size, double until) {
         for (int other = 0; other < size; other++)
             if (shared.plain[other] != round) fail("left before another came", round, rank);
         const bool over = shared.over;
-        ranks.barrier();  // all have read it
+        ranks.barrier();  // all ranks have read `over`
         if (over) return round;
         if (round % 8 == 0) {
             const int64_t count = round % 512 == 0 ? large : 3;
@@ -81,7 +80,7 @@ long meet(Shared& shared, int rank, int size, double until) {
     }
 }
 
-// The last rank goes after some rounds, and somebody says so, or its place stays empty until the deadline.
+// The last rank leaves after some rounds; it is marked as lost, or the others wait until their deadline.
 void lose_one(Segment* segment, int size, bool told) {
     std::vector<std::thread> threads;
     std::atomic<int> named{0};
@@ -90,7 +89,7 @@ void lose_one(Segment* segment, int size, bool told) {
             Ranks ranks(segment, rank, size, told ? 600 : 2);
             try {
                 for (int round = 0; round < 50 || rank < size - 1; round++) ranks.barrier();
-                std::this_thread::sleep_for(std::chrono::milliseconds(rank));  // others sleep by now
+                std::this_thread::sleep_for(std::chrono::milliseconds(rank));  // the other ranks sleep by now
                 if (told) lose(*segment, rank);
             } catch (const RankLost& lost) {
                 named += lost.rank == size - 1;
@@ -112,7 +111,7 @@ Segment* new_segment(int size, uint32_t first) {
 int main(int, char** arguments) {
     const int size = std::atoi(arguments[1]);
     long rounds = 0;
-    for (uint32_t first : {0u, 0u - 100u}) {  // whose numbers wrap around soon
+    for (uint32_t first : {0u, 0u - 100u}) {  // first numbers that wrap around soon
         Shared shared{new_segment(size, first), std::vector<long>((size_t)size)};
         const double until = seconds() + std::atof(arguments[2]) / 2;
         std::vector<std::thread> threads;

@@ -1,4 +1,4 @@
-// Every function of simd.h against the same in scalars, for one build: says what differs, and ends with 1 where any does.
+// Check every function of simd.h in one build against scalar code. Prints differences, and ends with 1 if any.
 #include "simd.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ void expect_lanes(const char* what, V seen, const Wanted& wanted, double toleran
 uint32_t bits_of(float x) { return load<uint32_t>(&x); }
 float float_of(uint32_t bits) { return load<float>(&bits); }
 
-uint16_t bf16_by_hand(float x) {  // of the two neighbours the nearer one, or the even one
+uint16_t bf16_by_hand(float x) {  // the nearer of the two neighbours, or the even one
     uint32_t bits = bits_of(x);
     if (x != x) return (uint16_t)(bits >> 16 | 0x40);
     uint32_t rest = bits & 0xffff, high = bits >> 16;
@@ -81,7 +81,7 @@ void check(const float* x, const float* y, const float* z, const uint32_t* u) {
     for (int i = 0; i < 16; i++) expect("f16_to_f32", i, f16_to_f32(halves[i]), f16_by_hand(halves[i]));
 }
 
-void check_numbers(const float* x, const float* y) {  // finite, of about one
+void check_numbers(const float* x, const float* y) {  // finite, of magnitude about one
     const f32x16 a = load<f32x16>(x);
     double total = 0, highest = x[0];
     for (int i = 0; i < 16; i++) total += x[i], highest = std::max<double>(highest, x[i]);

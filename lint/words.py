@@ -32,7 +32,9 @@ WORDS = {
     "who": r"who",
     "beside": r"beside|but\s+for|meanwhile|in\s+the\s+place\s+of",
 }
+_NATIVE_COMMENT = re.compile(r'(?:"(?:\\.|[^"\\])*"|(?!//)[^"])*//(.*)')
 _PATTERNS = {name: re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for name, words in WORDS.items()}
+SUFFIXES = {".py", ".cpp", ".h"}  # of the files that are read
 MIN_WORDS = 4  # of a docstring; a shorter one says no more than the name
 
 
@@ -47,26 +49,24 @@ class Finding(NamedTuple):
 
 def findings(path: Path) -> Iterator[Finding]:
     """Yield every finding in a file, docstrings first."""
-    source = path.read_text()
-    for line, text in _docstrings(source):
+    for line, text in _docstrings(path):
         words = text.split()
         if OPENERS.match(text):
             yield Finding(path, line, "opener", " ".join(words[:8]))
         if len(words) < MIN_WORDS:
             yield Finding(path, line, "short", text)
         yield from _in_text(path, line, text)
-    for line, text in _comments(source):
+    for line, text in _comments(path):
         yield from _in_text(path, line, text)
 
 
 def count_words(path: Path) -> int:
     """Return the number of words in the docstrings and comments of a file."""
-    source = path.read_text()
-    return sum(len(text.split()) for part in (_docstrings, _comments) for _, text in part(source))
+    return sum(len(text.split()) for part in (_docstrings, _comments) for _, text in part(path))
 
 
-def _docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text() if path.suffix == ".py" else "")):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text is not None:
@@ -78,7 +78,13 @@ def _docstrings(source: str) -> Iterator[tuple[int, str]]:
                         yield after.lineno, cleandoc(text)
 
 
-def _comments(source: str) -> Iterator[tuple[int, str]]:
+def _comments(path: Path) -> Iterator[tuple[int, str]]:
+    source = path.read_text()
+    if path.suffix != ".py":  # C++
+        for number, line in enumerate(source.splitlines(), 1):
+            if match := _NATIVE_COMMENT.match(line):
+                yield number, match[1].lstrip("/ ")
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -101,7 +107,7 @@ def main(paths: list[str]) -> int:
     print(f"{'per 10,000 words':18}" + "".join(f"{kind:>8}" for kind in kinds))
     counts: dict[str, Counter[str]] = {}
     for package in PACKAGES:
-        files = sorted(Path(package).rglob("*.py"))
+        files = sorted(path for path in Path(package).rglob("*") if path.suffix in SUFFIXES)
         counts[package] = Counter(finding.kind for file in files for finding in findings(file))
         rate = 10_000 / max(1, sum(count_words(file) for file in files))
         print(f"{package:18}" + "".join(f"{counts[package][kind] * rate:8.1f}" for kind in kinds))

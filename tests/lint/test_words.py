@@ -39,6 +39,12 @@ def test_plain_text_and_code_have_no_findings(tmp_path: Path) -> None:
     assert kinds(tmp_path, source) == []
 
 
+def test_comments_of_native_sources_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "pool.h"
+    path.write_text('int who;  // whoever waits\nauto url = "http://who";\n// The pool tells its threads.\n')
+    assert [(finding.line, finding.text) for finding in findings(path)] == [(1, "whoever"), (3, "tells")]
+
+
 def test_a_finding_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text('"""Free the blocks of a request.\n\nThe pool tells how many there are.\n"""\n')

@@ -36,7 +36,7 @@ from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_fr
 from gpu.checkpoint.hf_config import FULL, LINEAR, SLIDING, check_config, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_rows import QuantizedRows
-from gpu.checkpoint.tensors import check_shapes, reordered, rows_of, sliced
+from gpu.checkpoint.tensors import Weight, check_shapes, reordered, rows_of, sliced
 
 _PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -63,12 +63,12 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
 
 def read_tensors(
     file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None]
-) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
+) -> Iterator[tuple[str, Weight]]:
     """Yield the tensors that `ranges` names, restricted to their ranges; quantized, or in the type of the file."""
     for name, tensor, part in _named(file, config):
         if name not in ranges:
             continue
-        if tensor.name.endswith(_FROM_LATENTS[1]):
+        if tensor.name.endswith(_TO_VALUES):
             yield name, sliced(_from_latents(file, tensor.name), ranges[name])
             continue
         dtype, packed = _PLAIN.get(tensor.type.name), file.packed(tensor.name)
@@ -80,18 +80,18 @@ def read_tensors(
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype).reshape(shape)
         weight = sliced(whole, ranges[name])
         if part is not None and part.gguf.endswith(_DECAYS):
-            assert not isinstance(weight, QuantizedRows)
+            assert isinstance(weight, np.ndarray)
             weight = np.log(-weight)
         yield name, weight if part is None else reordered(weight, part.gguf_order)
 
 
-_FROM_LATENTS = ".attn_k_b.weight", ".attn_v_b.weight"  # together, the matrix from latents of DeepSeek
+_TO_KEYS, _TO_VALUES = ".attn_k_b.weight", ".attn_v_b.weight"  # together, the matrix from latents of DeepSeek
 
 
 def _from_latents(file: GGUFFile, of_values: str) -> npt.NDArray[np.float32]:
     """Return the matrix from latents to each head's key and value, which a file has as [heads, latents, key] and
     [heads, value, latents]."""
-    keys, values = file.read(of_values.replace(*reversed(_FROM_LATENTS))), file.read(of_values)
+    keys, values = file.read(of_values.replace(_TO_VALUES, _TO_KEYS)), file.read(of_values)
     return np.concatenate((keys.swapaxes(1, 2), values), 1).reshape(-1, values.shape[2])
 
 
@@ -120,9 +120,9 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
         parts[part.gguf].append(part)
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
-        if name.endswith(_FROM_LATENTS) and (whole := parts.get(f"{stem[:-3]}kv_b")):
-            keys = file.tensors.get(name.replace(*reversed(_FROM_LATENTS)))
-            if name.endswith(_FROM_LATENTS[1]) and keys is not None and len(tensor.shape) == len(keys.shape) == 3:
+        if name.endswith((_TO_KEYS, _TO_VALUES)) and (whole := parts.get(f"{stem[:-3]}kv_b")):
+            keys = file.tensors.get(name.replace(_TO_VALUES, _TO_KEYS))
+            if name.endswith(_TO_VALUES) and keys is not None and len(tensor.shape) == len(keys.shape) == 3:
                 shape = (tensor.shape[0] * (keys.shape[2] + tensor.shape[1]), tensor.shape[2])
                 fits = keys.shape[:2] == (tensor.shape[0], tensor.shape[2])
                 yield whole[0].weight_name, replace(tensor, shape=shape if fits else tensor.shape), whole[0]

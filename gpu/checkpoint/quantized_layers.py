@@ -400,7 +400,8 @@ class QuantizedLayer:
             raise ModelError(f"{self.name} lacks its quant_state or a quant_map. Fetch the model's files anew.")
         text = self._of(np.uint8, name).tobytes()[:_MAX_STATE].decode("utf-8", "replace")
         state = parse_object(text, f"{self.name}.{name}")
-        shape = state.get("shape") if isinstance(state.get("shape"), list) else []
+        shape: Any = state.get("shape")
+        shape = shape if isinstance(shape, list) else []
         sizes = [*shape, *(state.get(key) for key in ("blocksize", "nested_blocksize")[: 1 + nested])]
         is_offset = not nested or isinstance(state.get("nested_offset"), float)
         if len(shape) != 2 or not is_offset or not all(type(each) is int and 0 < each < 2**24 for each in sizes):

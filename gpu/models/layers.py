@@ -71,11 +71,12 @@ class Linear(Product):
         if not self._held:
             return super().pack()
         parts = [self._held.pop(part.weight_name) for part in self.parts]
-        if any(isinstance(part, QuantizedMatrix) for part in parts):
+        plain = [part for part in parts if isinstance(part, torch.Tensor)]
+        if len(plain) < len(parts):
             self._packed = QuantizedLinear(parts)
             del self.weight
         else:
-            self.weight = nn.Parameter(torch.cat(parts), requires_grad=False)
+            self.weight = nn.Parameter(torch.cat(plain), requires_grad=False)
         return None
 
     @property

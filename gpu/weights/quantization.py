@@ -61,11 +61,11 @@ class Quantization:
     def applied_to(self, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Yield the weights, rounded, one at a time. Raises ConfigError for a weight that is already quantized."""
         for name, weight in weights:
-            if isinstance(weight, QuantizedRows):
+            if not isinstance(weight, np.ndarray):
                 raise ConfigError(
                     "quantization",
                     self.name,
-                    allowed=f"it needs weights in 16 or 32 bits, and {name} of this model has {weight.type} already",
+                    allowed=f"it needs weights in 16 or 32 bits, and {name} of this model is quantized already",
                     hint="quantization=none works",
                 )
             form = self._finer_form if name in self._finer else self._form

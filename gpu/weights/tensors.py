@@ -81,7 +81,9 @@ class QuantizedMatrix:
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedMatrix:
         """Return the matrix with each of its tensors changed."""
-        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        tensors: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **tensors)
 
     def fits(self, other: QuantizedMatrix) -> bool:

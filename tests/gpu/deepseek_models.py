@@ -13,7 +13,7 @@ EXPERTS: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.7,
 }
-PLAIN = {key: value for key, value in SHAPE.items() if key != "head_dim"} | EXPERTS
+PLAIN: dict[str, Any] = {key: value for key, value in SHAPE.items() if key != "head_dim"} | EXPERTS
 LATENT: dict[str, Any] = PLAIN | {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -41,7 +41,7 @@ DEEPSEEK: dict[str, PreTrainedConfig] = {
     ),
     "deepseek-v2-lite": DeepseekV2Config(**LATENT | {"q_lora_rank": None}, first_k_dense_replace=1),
     "glm-flash": Glm4MoeLiteConfig(**LATENT, mlp_layer_types=["dense", "sparse", "dense", "sparse"]),
-    "glm-moe": Glm4MoeConfig(**PLAIN, head_dim=16, use_qk_norm=True, attention_bias=True),
+    "glm-moe": Glm4MoeConfig(**PLAIN | {"head_dim": 16}, use_qk_norm=True, attention_bias=True),
     "glm-moe-plain": Glm4MoeConfig(**PLAIN, **GROUPS, first_k_dense_replace=2, norm_topk_prob=False),
 }
 DEEPSEEK_NAMES = {  # architectures by model_type

@@ -65,7 +65,8 @@ def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name, split):
 def test_fp8_with_a_scale_for_each_block_is_read_as_what_it_means(tmp_path):
     form = fp8("block")
     weights_file = saved(made(DEEPSEEK["deepseek-v3"]), tmp_path, quantization_config=form.config) / "model.safetensors"
-    packed, meant = {}, {}
+    packed: dict[str, Any] = {}
+    meant: dict[str, Any] = {}
     for name, weight in load_file(weights_file).items():
         if name.endswith(("_proj.weight", "_mqa.weight")):
             written = form.write(weight)
@@ -76,8 +77,8 @@ def test_fp8_with_a_scale_for_each_block_is_read_as_what_it_means(tmp_path):
     save_file(packed, weights_file)
     found = dict(read_weights(open_model(str(tmp_path))))
     assert found.keys() == meant.keys()
-    for name, weight in found.items():
-        np.testing.assert_array_equal(floats(weight), meant[name].float().numpy(), err_msg=name)
+    for name, read in found.items():
+        np.testing.assert_array_equal(floats(read), meant[name].float().numpy(), err_msg=name)
 
 
 def published(name: str, **changes: Any) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_scores_are_capped_in_decodes_and_chunks(window):
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_cache_of_8_bits_is_read_as_the_numbers_that_it_has(window):
     lengths = [(1, 70), (1, 300), (20, 90)]
-    kinds = {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn}
+    kinds: dict[str, Any] = {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn}
     case = make_case(random.Random(4), lengths, heads=(4, 2), window=window, **kinds)
     case.assert_right(attend(case))
 

@@ -22,7 +22,13 @@ from tests.gpu.oracles import SMALL
 from tests.selection import slow_except
 
 SHAPE = SMALL | {"vocab_size": 271, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 def saved(directory: Path, config: Any, **changes: Any) -> Path:
@@ -37,8 +43,8 @@ def saved(directory: Path, config: Any, **changes: Any) -> Path:
 
 
 def load(directory: Path, **options: Any) -> None:
-    options = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "num_threads": 1} | options
-    settings = Settings(model=str(directory), **options)
+    given: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "num_threads": 1} | options
+    settings = Settings(model=str(directory), **given)
     core_factory(settings, open_files(settings, None))().shutdown()
 
 
@@ -108,7 +114,7 @@ def test_the_log_and_the_facts_say_that_it_is_slow(arcee: Path, caplog: pytest.L
     core.shutdown()
 
 
-def test_settings_that_it_cannot_obey_are_refused(arcee: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_giventhat_it_cannot_obey_are_refused(arcee: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for setting, value in (("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("executor", "mp")):
         with pytest.raises(ConfigError, match=f"{setting} is .*has one rank"):
             load(arcee, **{setting: value})

@@ -299,7 +299,7 @@ def test_a_rank_of_the_embedded_model_reads_its_part_alone(gathers: bool) -> Non
         ranges = {part.weight_name: part.ranges for part in parts_of(local)}
         weights = dict(read_weights(files, local))
         for name, weight in weights.items():
-            of_all, (rows, *columns) = whole[name], ranges[name] or ((0, len(weight.data)), (0, weight.shape[-1]))
+            of_all, (rows, *columns) = whole[name], ranges[name] or ((0, weight.shape[0]), (0, weight.shape[-1]))
             if isinstance(weight, QuantizedRows) and isinstance(of_all, QuantizedRows):
                 first, last = (place * of_all.data.shape[-1] // of_all.shape[1] for place in columns[0])
                 assert np.array_equal(weight.data, of_all.data[slice(*rows), first:last])

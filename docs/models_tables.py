@@ -51,6 +51,7 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {  # by family, where SIZES and the sma
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "DeepseekV3ForCausalLM": {"num_experts": 16},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
 }
 
 

@@ -55,8 +55,9 @@ class TorchAttention:
     def forward(
         self,
         query: torch.Tensor,  # [T, num_heads, head_dim], rotated
-        key: torch.Tensor,  # [T, num_kv_heads, head_dim], rotated
-        value: torch.Tensor | None,  # [T, num_kv_heads, head_dim]; None: it is a part of the key
+        # [T, num_kv_heads, head_dim], rotated; None: another layer has stored key and value
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,  # [T, num_kv_heads, head_dim]; None: it is a part of the key, or stored already
         kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
         metadata: AttentionMetadata,
         sinks: torch.Tensor | None = None,  # float32 [num_heads], see `gpu.checkpoint.architecture.AttentionSpec`
@@ -64,7 +65,8 @@ class TorchAttention:
         """Store key and value, attend causally, return [T, num_heads, numbers of a value]."""
         plan = self._plan_for(metadata, query.dtype)
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
-        slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
+        if key is not None:
+            slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
         if value is not None:
             slots[:, 1].index_copy_(0, metadata.slot_mapping, value)
         output = query.new_empty(*query.shape[:2], self.heads.values or self.heads.dim)

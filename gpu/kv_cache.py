@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.errors import ConfigError
 from engine.plan import most_blocks
 from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec
+from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, Heads
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import shapes_of
 
@@ -112,7 +112,7 @@ def kv_cache_size(
     longest = check_max_model_len(config, max_model_len)
     spec = spec or spec_of(config)
     layout = kv_layout(config, spec)
-    heads = next(layer.attention.heads for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
+    heads = widest_heads(spec)
     bytes_per_block = layout.num_slots * round(heads.cached * element_size) * (tokens_held or block_size)
 
     def blocks(num_tokens: int) -> int:  # blocks of one request, with two steps in flight
@@ -179,11 +179,14 @@ STATE_GROUP = -1  # index of a step's last group
 @dataclass(frozen=True)
 class KVLayout:
     """The cache memory of each layer: layer l uses slot `slots[l]` of the blocks in the block table of group
-    `groups[l]`. Layers with states have `STATE_GROUP`, and slots of their own after those of blocks."""
+    `groups[l]`. Layers with states have `STATE_GROUP`, and slots of their own after those of blocks. A slot has room
+    for the layer with the widest keys; several narrow layers of a group share one, and layer l has part `parts[l]`. A
+    layer that reads the keys and values of another has the place of that one."""
 
     windows: tuple[int | None, ...]  # each group's window
     groups: tuple[int, ...]  # each layer's group
     slots: tuple[int, ...]  # each layer's slot
+    parts: tuple[int, ...]  # each layer's part of its slot
 
     @property
     def num_groups(self) -> int:
@@ -196,27 +199,38 @@ class KVLayout:
 
 
 def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
-    """Group the layers of equal attention window. A group has as many layers as the rarest window; the last group of a
-    window may be smaller.
+    """Group the layers of equal attention window. A group has as many slots as the rarest window needs; the last group
+    of a window may be smaller.
 
     The groups are the same for all ranks of a model. With a rank's `spec`, layers and slots are those of the rank.
     """
-    with_keys = [layer for layer in range(config.num_hidden_layers) if config.has_keys(layer)]
+    all_layers = range(config.num_hidden_layers)
+    sources = [config.source(layer) for layer in all_layers]
+    with_keys = [layer for layer in all_layers if config.has_keys(layer) and sources[layer] == layer]
     windows = [config.window(layer) for layer in with_keys]
     kinds = sorted(set(windows), key=lambda window: window or 0)  # full attention first
-    num_slots = min(map(windows.count, kinds))
-    places: dict[int, tuple[int, int]] = {}
+    widths = {config.window(layer): math.prod(config.kv_heads(layer)) for layer in with_keys}
+    per_slot = {kind: max(widths.values()) // width for kind, width in widths.items()}
+    num_slots = min(-(-windows.count(kind) // per_slot[kind]) for kind in kinds)
+    places: dict[int, tuple[int, int, int]] = {}
     of_groups: list[int | None] = []
     for kind in kinds:
         layers = [layer for layer, window in zip(with_keys, windows, strict=True) if window == kind]
-        for first in range(0, len(layers), num_slots):
-            places |= {layer: (len(of_groups), slot) for slot, layer in enumerate(layers[first : first + num_slots])}
+        for first in range(0, len(layers), num_slots * per_slot[kind]):
+            held = enumerate(layers[first : first + num_slots * per_slot[kind]])
+            places |= {layer: (len(of_groups), *divmod(index, per_slot[kind])) for index, layer in held}
             of_groups.append(kind)
-    with_states = (layer for layer in range(config.num_hidden_layers) if not config.has_keys(layer))
-    places |= {layer: (STATE_GROUP, num_slots + index) for index, layer in enumerate(with_states)}
-    groups, slots = zip(*(places[layer] for layer in range(config.num_hidden_layers)), strict=True)
+    with_states = (layer for layer in all_layers if not config.has_keys(layer))
+    places |= {layer: (STATE_GROUP, num_slots + index, 0) for index, layer in enumerate(with_states)}
+    groups, slots, parts = zip(*(places[source] for source in sources), strict=True)
     if spec is not None:
         own = slice(spec.first_layer, spec.first_layer + len(spec.layers))
         kept = sorted(set(slots[own]))
-        groups, slots = groups[own], tuple(kept.index(slot) for slot in slots[own])
-    return KVLayout(tuple(of_groups), groups, slots)
+        groups, slots, parts = groups[own], tuple(kept.index(slot) for slot in slots[own]), parts[own]
+    return KVLayout(tuple(of_groups), groups, slots, parts)
+
+
+def widest_heads(spec: DecoderSpec) -> Heads:
+    """Return the heads of the layer with the most numbers in a token's keys."""
+    heads = (layer.attention.heads for layer in spec.layers if isinstance(layer.attention, AttentionSpec))
+    return max(heads, key=lambda each: each.cached)

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
-from gpu.checkpoint.architecture import DecoderSpec, LatentAttentionSpec
+from gpu.checkpoint.architecture import DecoderSpec, LatentAttentionSpec, StateSpec
 from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.gemma_layers import NormedAttentionSpec
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
@@ -161,10 +162,14 @@ def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Lib
 
 def check_device(spec: DecoderSpec, device: str) -> None:
     """Raise ConfigError if the model has layers that the device's kernels do not compute."""
-    latent = any(isinstance(each.attention, LatentAttentionSpec) for each in spec.layers)
-    if device != "cpu" and (spec.state_bytes or latent):
-        kind = "latent attention" if latent else "states (gated delta nets)"
-        raise ConfigError("device", device, allowed=f"models with {kind} run on the CPU only", hint="device=cpu works")
+    kinds = {
+        "models with latent attention": LatentAttentionSpec,
+        "models with states": StateSpec,
+        "Gemma 3n and 4": NormedAttentionSpec,
+    }
+    for kind, attention in kinds.items():
+        if device != "cpu" and any(isinstance(each.attention, attention) for each in spec.layers):
+            raise ConfigError("device", device, allowed=f"{kind} run on the CPU only", hint="device=cpu works")
 
 
 def check_quantization(options: WorkerOptions, library: Library | None, device: str) -> None:

@@ -27,7 +27,8 @@ def rotations(max_positions: int, head_dim: int, rope: Rope) -> Iterator[tuple[s
     Computed in float32 and rounded once by the caller: bfloat16 cannot distinguish positions above 256.
     """
     dim = head_dim if rope.dim is None else rope.dim
-    inverse = inverse_frequencies(dim, rope.theta, rope.scaling, max_positions)
+    of = head_dim if rope.proportional else dim
+    inverse = inverse_frequencies(of, rope.theta, rope.scaling, max_positions)[: dim // 2]
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         positions = slice(start, min(start + _POSITIONS_AT_ONCE, max_positions))
         angles = np.outer(np.arange(positions.start, positions.stop, dtype=np.float32), inverse)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import ConfigError
 from gpu.checkpoint import architecture
+from gpu.checkpoint.gemma_layers import NormedAttentionSpec
 from gpu.checkpoint.tensors import ranges_of, sliced, text_name
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def sharded(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool) ->
     With `gathers`, every matrix is column parallel. Raises ConfigError if the model has too few parts for the ranks."""
     if layout.world_size == 1:
         return spec
-    if spec.state_bytes and layout.pipeline_parallel_size > 1:
-        setting, allowed = "pipeline_parallel_size", "a model with states has one stage"
-        raise ConfigError(setting, layout.pipeline_parallel_size, allowed=allowed, hint=f"{setting}=1 works")
+    _check_ranks(spec, layout)
     cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
     first, last = stages(spec, layout.pipeline_parallel_size)[layout.pp_rank]
     has_embedding = layout.is_first_stage or (layout.is_last_stage and spec.head is None)
@@ -67,8 +66,20 @@ def check_cuts(spec: architecture.DecoderSpec, layout: Layout, *, gathers: bool)
             allowed="this model has no experts",
             hint="enable_expert_parallel=false works",
         )
+    _check_ranks(spec, layout)
     stages(spec, layout.pipeline_parallel_size)
-    sharded(spec, layout if spec.state_bytes else replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
+    sharded(spec, replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
+
+
+def _check_ranks(spec: architecture.DecoderSpec, layout: Layout) -> None:
+    """Raise ConfigError for a model that several ranks, or several stages, cannot compute."""
+    if spec.state_bytes and layout.pipeline_parallel_size > 1:
+        setting, allowed = "pipeline_parallel_size", "a model with states has one stage"
+        raise ConfigError(setting, layout.pipeline_parallel_size, allowed=allowed, hint=f"{setting}=1 works")
+    if layout.world_size > 1 and any(isinstance(layer.attention, NormedAttentionSpec) for layer in spec.layers):
+        setting = "tensor_parallel_size" if layout.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        allowed = "Gemma 3n and 4 run on one rank"
+        raise ConfigError(setting, getattr(layout, setting), allowed=allowed, hint=f"{setting}=1 works")
 
 
 def cut(weights: Iterable[tuple[str, Weight]], spec: architecture.DecoderSpec) -> Iterator[tuple[str, Weight]]:

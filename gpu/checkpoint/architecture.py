@@ -115,6 +115,7 @@ class Rope:
     scaling: RopeScaling | None = None
     dim: int | None = None  # rotating dimensions: the first dim / 2 of each half of a head; None: all
     size: int | None = None  # only this many first dimensions of a head rotate; None: all
+    proportional: bool = False  # the pairs that rotate have the angles that they have if all rotate
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class AttentionSpec:
     """
 
     heads: Heads
-    qkv: tuple[Part, Part, Part]
+    qkv: tuple[Part, ...]
     out: Part
-    qk_norm: tuple[RMSNormSpec, RMSNormSpec] | None
+    qk_norm: tuple[RMSNormSpec, ...] | None
     rope: Rope
     sinks: Part | None = None
     norm_together: bool = False
@@ -327,6 +328,8 @@ class DecoderSpec:
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     first_layer: int = 0  # the index of `layers[0]` in the model
     keeps_packed: bool = False  # linear layers of a quantized checkpoint stay as they are stored, where a kernel can
+    per_layer: Any = None  # a `gemma_layers.PerLayerEmbeddingSpec`, if each layer has an embedding
+    streams: Any = None  # a `gemma_layers.StreamsSpec`, if there are several residual streams
 
     @property
     def linear_weights(self) -> frozenset[str]:
@@ -442,6 +445,7 @@ def fused_network(network: object, name: str, gguf: str | None) -> SwiGLUSpec:
 PARTIAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
+    "per_layer_config": (None,),  # sizes of single layers
     "quantization_config": (None,),
 }
 LLAMA_VALUES = {**PARTIAL_VALUES, "partial_rotary_factor": (1.0, None)}
@@ -477,6 +481,8 @@ class Architecture:
     # Completes the configuration of a header, given the parsed config.json (empty for GGUF files) and the model's name
     # for errors. Raises ModelError for numbers that contradict each other.
     complete: Callable[[ModelConfig, Mapping[str, Any], str], ModelConfig] = lambda config, values, source: config
+    # Changes the keys and values of config.json into those that this project reads; the text names the model in errors.
+    rewrite: Callable[[dict[str, Any], str], dict[str, Any]] = lambda values, _: values
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
     finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # changes outside of the layers
 

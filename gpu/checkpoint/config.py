@@ -94,6 +94,20 @@ class ModelConfig:
         """Return True if this layer keeps keys and values; others have a state (`StateSpec`)."""
         return not self.layer_types or self.layer_types[layer] != "linear_attention"
 
+    def source(self, layer: int) -> int:
+        """Return the layer with the keys and values that this layer reads: itself, or for each of the last
+        `num_kv_shared_layers` the last layer before them with the same window."""
+        own = self.num_hidden_layers - int(self.numbers.get("num_kv_shared_layers", 0))
+        if layer < own:
+            return layer
+        return max(other for other in range(own) if self.window(other) == self.window(layer))
+
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        """Return the number of KV heads of a layer, and their size; layers without a window may have their own."""
+        if self.window(layer) is None and "global_head_dim" in self.numbers:
+            return int(self.numbers["num_global_key_value_heads"]), int(self.numbers["global_head_dim"])
+        return self.num_key_value_heads, self.head_dim
+
     @staticmethod
     def alternating(num_layers: int, every: int) -> tuple[str, ...]:
         """Return `layer_types` in which every `every`-th layer is full."""

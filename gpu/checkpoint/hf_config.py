@@ -99,13 +99,16 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
 
 def check_config(config: ModelConfig, *, source: str) -> None:
     """Raise `ModelError` if numbers that are each within bounds contradict each other."""
-    if config.num_attention_heads % config.num_key_value_heads != 0:
-        raise ModelError(
-            f"{source}: num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
-            f"({config.num_key_value_heads})."
-        )
-    if config.head_dim % 2 != 0:
-        raise ModelError(f"{source}: head_dim must be even for rotary embeddings, got {config.head_dim}.")
+    numbers, attention = config.numbers, config.num_attention_heads
+    of_full = numbers.get("num_global_key_value_heads", 1), numbers.get("global_head_dim", 2)
+    for kind, kv_heads, head_dim in (("", config.num_key_value_heads, config.head_dim), ("global_", *of_full)):
+        if attention % kv_heads != 0:
+            raise ModelError(
+                f"{source}: num_attention_heads ({attention}) must be a multiple of num_{kind}key_value_heads "
+                f"({kv_heads})."
+            )
+        if head_dim % 2 != 0:
+            raise ModelError(f"{source}: {kind}head_dim must be even for rotary embeddings, got {head_dim}.")
     if config.rotary_dim is not None and config.rotary_dim % 2 != 0:
         raise ModelError(
             f"{source}: partial_rotary_factor must rotate an even number of a head's {config.head_dim} dimensions, got "
@@ -126,7 +129,6 @@ def check_config(config: ModelConfig, *, source: str) -> None:
             f"{source}: low_freq_factor ({scaling.low_freq_factor:g}) must be below high_freq_factor "
             f"({scaling.high_freq_factor:g})."
         )
-    numbers = config.numbers
     if numbers.get("linear_num_value_heads", 0) % numbers.get("linear_num_key_heads", 1):
         raise ModelError(
             f"{source}: linear_num_value_heads ({numbers['linear_num_value_heads']}) must be a multiple of "
@@ -144,6 +146,12 @@ def check_config(config: ModelConfig, *, source: str) -> None:
         raise ModelError(
             f"{source}: partial_rotary_factor must rotate an even number of a head's {config.head_dim} dimensions, got "
             f"{rotary}."
+        )
+    shared, layers = numbers.get("num_kv_shared_layers", 0), range(config.num_hidden_layers)
+    if not {*map(config.window, layers)} <= {*map(config.window, layers[: len(layers) - int(shared)])}:
+        raise ModelError(
+            f"{source}: num_kv_shared_layers ({shared}) must leave layers with their own keys, of each kind in "
+            f"layer_types."
         )
     per_token = numbers.get("num_experts_per_tok", 0)
     if config.num_experts and per_token > config.num_experts:
@@ -437,6 +445,7 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
         value = _agreed({each: merged.get(each) for each in (name, *others)}, source)
         if value is not None:
             merged[name] = value
+    merged = family.rewrite(merged, source)
     return merged | _rope(merged, family, source)
 
 

@@ -32,9 +32,12 @@ logger = logging.getLogger(__name__)
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # Tensors of a vision model, which are skipped, and the prefix of its text part, which is served.
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\..+")
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|embed_vision)\..+")
+_OF_AUDIO = re.compile(r"(model\.)?(audio_tower|embed_audio)\..+")
 _OF_DRAFTS = re.compile(r"(model\.)?mtp\..+")  # layers that predict several tokens, which are skipped, too
-_SKIPPED = {"the vision model": _OF_IMAGES, "multi-token prediction": _OF_DRAFTS}
+_SKIPPED = {"the vision model": _OF_IMAGES, "the audio model": _OF_AUDIO, "multi-token prediction": _OF_DRAFTS}
+# Those of a layer that reads the keys and values of another (`ModelConfig.source`).
+_OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..+")
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
 # A layer after the model's own that predicts further tokens has this tensor, and all its tensors are skipped.
@@ -115,6 +118,9 @@ class _Check:
             if pattern.fullmatch(name):
                 self.skipped[kind] += 1
                 return False
+        if (keys := _OF_KEYS.fullmatch(name)) and name not in self._shapes and self._reads_others(int(keys[1])):
+            self.skipped["layers that read the keys of others"] += 1
+            return False
         if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
             return False
         if (found := _LAYER.fullmatch(name)) and int(found[1]) >= self._config.num_hidden_layers:
@@ -130,6 +136,9 @@ class _Check:
         else:
             self._faults["misshapen"].append(f"{name} is {list(shape)}, needs {list(expected)}")
         return False
+
+    def _reads_others(self, layer: int) -> bool:
+        return layer < self._config.num_hidden_layers and self._config.source(layer) != layer
 
     def end(self, source: str) -> None:
         for layer, names in self._beyond.items():

@@ -1,14 +1,18 @@
-"""Attention, feed-forward network and experts of a transformer's layer."""
+"""A transformer's layer: attention, feed-forward network, experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gpu.attention import AttentionBackend, AttentionMetadata, TritonAttention
+from gpu.checkpoint import ModelError
 from gpu.checkpoint.architecture import (
     AttentionSpec,
     ClampedSwiGLUSpec,
@@ -18,16 +22,20 @@ from gpu.checkpoint.architecture import (
     GroupedMoESpec,
     Heads,
     LatentAttentionSpec,
+    LayerSpec,
     Mamba2Spec,
     MoESpec,
     ShortConvSpec,
     SwiGLUSpec,
 )
+from gpu.checkpoint.gemma_layers import NormedAttentionSpec, SparseGeGLUSpec
 from gpu.kernels import Groups, clamped_swiglu, combine, group_rows, grouped_linear, route, route_in_groups
 from gpu.models import layers
 from gpu.models.latent_attention import LatentAttention
 from gpu.models.state_layers import GatedDeltaNet, Mamba2, ShortConv, StateLayer
 from gpu.sharding import Communicator, share
+
+T = TypeVar("T")
 
 ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.graphs`)
 
@@ -69,7 +77,11 @@ class MoE(nn.Module):
         self.chosen: torch.Tensor | None = None
         self._communicator = place.communicator
         self._is_spread = count < spec.router.shape[0]
-        self._clamp = (network.alpha, network.limit) if isinstance(network, ClampedSwiGLUSpec) else None
+        self._activation = (
+            partial(clamped_swiglu, alpha=network.alpha, limit=network.limit)
+            if isinstance(network, ClampedSwiGLUSpec)
+            else (layers.gelu_and_mul if isinstance(network, GeGLUSpec) else layers.silu_and_mul)
+        )
         self.shared = None if spec.shared is None else SwiGLU(spec.shared, replace(place, communicator=None))
         self.shared_gate = None if spec.shared_gate is None else layers.Linear(spec.shared_gate, place=place)
 
@@ -95,8 +107,7 @@ class MoE(nn.Module):
     def _experts(self, hidden: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[T, hidden] -> [M, hidden], in the order of the pairs' numbers, zero for pairs of other ranks' experts"""
         inner = grouped_linear(hidden, self.gate_up, self.gate_up_bias, groups, gather=True)
-        inner = layers.silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
-        return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
+        return grouped_linear(self._activation(inner), self.down, self.down_bias, groups, scatter=True)
 
     def _shared(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute this rank's part of the shared expert."""
@@ -252,8 +263,33 @@ class GatedSelfAttention(SelfAttention):
         return self.out(output.mul_(gated[:, 1::2].sigmoid()).flatten(1))
 
 
+class NormedSelfAttention(SelfAttention):
+    """Attention with normalized values, which may be keys, or with the keys and values of another layer."""
+
+    def __init__(self, spec: AttentionSpec, backend: Callable[[Heads], AttentionBackend], place: layers.Place) -> None:
+        super().__init__(replace(spec, qk_norm=None), backend, place)
+        self.norms = nn.ModuleList(layers.RMSNorm(norm, place) for norm in spec.qk_norm or ())
+        self.epsilon = spec.qk_norm[-1].eps if spec.qk_norm else 0.0
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: layers.Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        assert not isinstance(self.backend, TritonAttention)
+        heads = self.qkv(hidden).unflatten(-1, (-1, self.heads.dim))
+        query, key, value = heads[:, : self.heads.query], None, None
+        if len(self.norms) > 1:
+            value = F.rms_norm(heads[:, -self.heads.kv :], (self.heads.dim,), None, self.epsilon)
+            key = self.norms[1](heads[:, self.heads.query : self.num_qk_heads])
+            layers.rotate_(key, *rotation.angles)
+        query = self.norms[0](query)
+        layers.rotate_(query, *rotation.angles)
+        return self.out(self.backend.forward(query, key, value, kv_cache, metadata).flatten(1))
+
+
 ATTENTION: dict[type, type[SelfAttention] | type[LatentAttention] | type[StateLayer]] = {
     AttentionSpec: SelfAttention,
+    NormedAttentionSpec: NormedSelfAttention,
     GatedAttentionSpec: GatedSelfAttention,
     LatentAttentionSpec: LatentAttention,
     GatedDeltaSpec: GatedDeltaNet,
@@ -287,9 +323,89 @@ class GeGLU(SwiGLU):
         return self.down(layers.gelu_and_mul(self.gate_up(hidden)))
 
 
+class SparseGeGLU(SwiGLU):
+    """GeGLU of which only the largest activations remain."""
+
+    def __init__(self, spec: SparseGeGLUSpec, place: layers.Place) -> None:
+        super().__init__(spec, place)
+        self._deviations = spec.deviations
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        gate_up = self.gate_up(hidden)
+        gate = gate_up[:, : gate_up.shape[1] // 2]
+        std, mean = torch.std_mean(gate, dim=-1, keepdim=True, correction=0)
+        gate.sub_(mean + std * self._deviations).relu_()
+        return self.down(layers.gelu_and_mul(gate_up))
+
+
 FEED_FORWARD: dict[type, Callable[..., SwiGLU | MoE]] = {
     SwiGLUSpec: SwiGLU,
     GeGLUSpec: GeGLU,
+    SparseGeGLUSpec: SparseGeGLU,
     MoESpec: MoE,
     GroupedMoESpec: GroupedMoE,
 }
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward network, with their norms."""
+
+    def __init__(self, spec: LayerSpec, attention: Callable[[Heads], AttentionBackend], place: layers.Place) -> None:
+        super().__init__()
+        mixer, network = _implemented(ATTENTION, spec.attention), _implemented(FEED_FORWARD, spec.feed_forward)
+        self.attention = mixer(spec.attention, attention, place)
+        self.feed_forward = network(spec.feed_forward, place)
+        norms = (spec.attention_norm, spec.attention_post_norm, spec.feed_forward_norm, spec.feed_forward_post_norm)
+        self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm = (
+            None if norm is None else layers.RMSNorm(norm, place) for norm in norms
+        )
+
+    def forward(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        rotation: layers.Rotation,
+        metadata: Any,
+        kv_cache: torch.Tensor,
+        vectors: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Add `delta`, the output of the layer before, to `residual` [T, hidden] in place. The output of this layer is
+        returned instead of added, so that the next norm adds and normalizes in one pass.
+        None: there is nothing left to add. `vectors` are for layers that derive from this."""
+        hidden = normed(self.attention_norm, residual, delta)
+        return self.feed(residual, self.attend(hidden, rotation, metadata, kv_cache))
+
+    def attend(
+        self, hidden: torch.Tensor, rotation: layers.Rotation, metadata: Any, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what attention adds to the residual stream; `hidden` is its normalized input."""
+        output: torch.Tensor = self.attention(hidden, rotation, metadata, kv_cache)
+        return output if self.attention_post_norm is None else self.attention_post_norm(output)
+
+    def feed(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Add `delta` to `residual` in place, and return what the feed-forward network adds."""
+        output = self.network(normed(self.feed_forward_norm, residual, delta), residual)
+        return output if self.feed_forward_post_norm is None else self.feed_forward_post_norm(output)
+
+    def network(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Compute the feed-forward network of `hidden`, the normalized `residual`."""
+        output: torch.Tensor = self.feed_forward(hidden)
+        return output
+
+
+def normed(norm: layers.RMSNorm | None, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+    """Add `delta` to `residual` in place, and return the sum, normalized if there is a norm."""
+    if norm is not None:
+        return norm(residual, delta)
+    return residual if delta is None else residual.add_(delta)
+
+
+def _implemented(kinds: Mapping[type, T], spec: object) -> T:
+    if type(spec) not in kinds:
+        known = ", ".join(kind.__name__ for kind in kinds)
+        raise ModelError(f"A layer of the kind {type(spec).__name__} is not implemented; there are {known}.")
+    return kinds[type(spec)]

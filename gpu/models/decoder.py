@@ -6,38 +6,27 @@ The tokens of all requests of a step are in one dimension T; only attention dist
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from gpu.attention import AttentionBackend, zeros
-from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, Heads, LayerSpec
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, Heads
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
-from gpu.kv_cache import kv_layout
-from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
-from gpu.models.layers import (
-    Embedding,
-    Linear,
-    LMHead,
-    Place,
-    Product,
-    RMSNorm,
-    RotaryEmbedding,
-    Rotation,
-    weight_slots,
-)
-from gpu.models.state_layers import StateLayer
+from gpu.kv_cache import kv_layout, widest_heads
+from gpu.models.blocks import DecoderLayer, MoE
+from gpu.models.gemma import GEMMA_LAYERS, PerLayerEmbedding, Streams
+from gpu.models.layers import Embedding, Linear, LMHead, Place, Product, RMSNorm, RotaryEmbedding, weight_slots
 from gpu.sharding import Communicator, vocabulary
 from gpu.weights.tensors import QuantizedMatrix
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class CausalLM(nn.Module):
@@ -69,29 +58,27 @@ class CausalLM(nn.Module):
             scale = spec.embedding_scale
             scale = torch.tensor(scale, dtype=dtype).item() if spec.rounds_scale else scale
             self.embed_tokens = Embedding(spec.embedding, scale, place)
-        ropes = [layer.attention.rope for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
-        rotaries = {
-            rope: RotaryEmbedding(rope.size or config.head_dim, max_model_len, rope, place)
-            for rope in dict.fromkeys(ropes)
-        }
-        self._rotaries = [*rotaries.values()]  # in the order of their first use
+        attentions = [layer.attention for layer in spec.layers]
+        ropes = [each.rope if isinstance(each, AttentionSpec) else None for each in attentions]
+        kinds = [*dict.fromkeys(rope for rope in ropes if rope is not None)]
+        self._rotaries = [RotaryEmbedding(rope.size or config.head_dim, max_model_len, rope, place) for rope in kinds]
         # The rotation of each layer; a layer with a state has no positions, and ignores it.
-        self._rotary_of = [
-            list(rotaries).index(layer.attention.rope) if isinstance(layer.attention, AttentionSpec) else 0
-            for layer in spec.layers
-        ]
+        self._rotary_of = [0 if rope is None else kinds.index(rope) for rope in ropes]
         self.rotary, *others = self._rotaries
         self._others = nn.ModuleList(others)
-        layers = [DecoderLayer(layer, attention, place) for layer in spec.layers]
+        layers = [GEMMA_LAYERS.get(type(layer), DecoderLayer)(layer, attention, place) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
-        self._mixtures = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoE)]
+        self.per_layer = None if spec.per_layer is None else PerLayerEmbedding(spec.per_layer, place)
+        self.streams = None if spec.streams is None else Streams(spec.streams, place)
+        self._mixtures = [module for module in self.layers.modules() if isinstance(module, MoE)]
         counts = [mixture.num_tokens for mixture in self._mixtures]  # all layers have equally many experts
         self.tokens_of_experts = torch.stack(counts) if counts else torch.zeros(0, 0, device=device)
         for mixture, row in zip(self._mixtures, self.tokens_of_experts, strict=True):
             mixture.num_tokens = row
-        attentions = [layer.attention for layer in layers]
-        self._backends = [each.backend for each in attentions if not isinstance(each, StateLayer)]
+        self._backend = attention(widest_heads(spec))
         self._layout = kv_layout(config, spec)
+        heads = {(each.heads.kv, each.heads.dim) for each in attentions if isinstance(each, AttentionSpec)}
+        self._has_equal_heads = len(heads) == 1
         self.norm = None if spec.norm is None else RMSNorm(spec.norm, place)
         self._softcap = spec.softcap
         self.communicator = communicator
@@ -118,18 +105,40 @@ class CausalLM(nn.Module):
         if residual is None:
             assert self.embed_tokens is not None
             residual = self.embed_tokens(input_ids)
+        embedded = residual
         rotations = [rotary(positions) for rotary in self._rotaries]
         delta = None
-        layout = self._layout
-        for layer, rotary, group, slot in zip(self.layers, self._rotary_of, layout.groups, layout.slots, strict=True):
+        if self.streams is not None:
+            residual = self.streams.split(embedded)
+        vectors: Sequence[torch.Tensor | None] = [None] * len(self.layers)
+        if self.per_layer is not None:
+            vectors = self.per_layer(input_ids, embedded)
+        caches, groups = self._caches(kv_caches), self._layout.groups
+        for layer, rotary, group, kv_cache, vector in zip(
+            self.layers, self._rotary_of, groups, caches, vectors, strict=True
+        ):
             if cancellation_check is not None:
                 cancellation_check()
-            delta = layer(residual, delta, rotations[rotary], metadata[group], kv_caches[slot])
+            delta = layer(residual, delta, rotations[rotary], metadata[group], kv_cache, vector)
         if self._mixtures:
             self._count_experts(metadata[0].slot_mapping)
+        if self.streams is not None:
+            residual = self.streams.join(residual)
         if self.norm is None:
             return residual if delta is None else residual.add_(delta)
         return self.norm(residual, delta)
+
+    def _caches(self, kv_caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the cache of each layer: that of its slot, or a part of the numbers of each token in it."""
+        caches, parts = [kv_caches[slot] for slot in self._layout.slots], self._layout.parts
+        if self._has_equal_heads:
+            return caches
+        shapes = [(2, layer.attention.heads.kv, layer.attention.heads.dim) for layer in self.spec.layers]
+        sizes = map(math.prod, shapes)
+        return [
+            cache.flatten(2)[..., part * size : (part + 1) * size].unflatten(-1, shape)
+            for cache, part, size, shape in zip(caches, parts, sizes, shapes, strict=True)
+        ]
 
     def _count_experts(self, slot_mapping: torch.Tensor) -> None:
         """Count the tokens of experts for all layers at once, with a few kernels per step. Padding is not counted."""
@@ -142,8 +151,7 @@ class CausalLM(nn.Module):
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         """Return the zeroed cache of every slot (`gpu.kv_cache`), in the layout of the attention backend."""
-        backends = self._backends[: self._layout.num_slots]
-        return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
+        return [self._backend.allocate_kv_cache(num_blocks, dtype, device) for _ in range(self._layout.num_slots)]
 
     def allocate_states(self, num_slots: int, device: torch.device) -> torch.Tensor:
         """Return zeroed states, float32 [slots, layers, numbers]. `forward` takes each layer's after the caches."""
@@ -191,46 +199,3 @@ class CausalLM(nn.Module):
         if linears:
             message = "%d of %d linear layers are computed with as they are stored; the others have the model's dtype"
             logger.info(message, sum(layer.is_quantized for layer in linears), len(linears))
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward network, with their norms."""
-
-    def __init__(self, spec: LayerSpec, attention: Callable[[Heads], AttentionBackend], place: Place) -> None:
-        super().__init__()
-        mixer, network = _implemented(ATTENTION, spec.attention), _implemented(FEED_FORWARD, spec.feed_forward)
-        self.attention = mixer(spec.attention, attention, place)
-        self.feed_forward = network(spec.feed_forward, place)
-        norms = (spec.attention_norm, spec.attention_post_norm, spec.feed_forward_norm, spec.feed_forward_post_norm)
-        self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm = (
-            None if norm is None else RMSNorm(norm, place) for norm in norms
-        )
-
-    def forward(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        rotation: Rotation,
-        metadata: Any,
-        kv_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """Add `delta`, the output of the layer before, to `residual` [T, hidden] in place. The output of this layer is
-        returned instead of added, so that the next norm adds and normalizes in one pass."""
-        hidden = _added(residual, delta) if self.attention_norm is None else self.attention_norm(residual, delta)
-        delta = self.attention(hidden, rotation, metadata, kv_cache)
-        if self.attention_post_norm is not None:
-            delta = self.attention_post_norm(delta)
-        norm = self.feed_forward_norm
-        delta = self.feed_forward(_added(residual, delta) if norm is None else norm(residual, delta))
-        return delta if self.feed_forward_post_norm is None else self.feed_forward_post_norm(delta)
-
-
-def _added(residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    return residual if delta is None else residual.add_(delta)
-
-
-def _implemented(kinds: Mapping[type, T], spec: object) -> T:
-    if type(spec) not in kinds:
-        known = ", ".join(kind.__name__ for kind in kinds)
-        raise ModelError(f"A layer of the kind {type(spec).__name__} is not implemented; there are {known}.")
-    return kinds[type(spec)]

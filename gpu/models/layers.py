@@ -198,7 +198,7 @@ class QKNorm(nn.Module):
 
     head_index: torch.Tensor
 
-    def __init__(self, specs: tuple[RMSNormSpec, RMSNormSpec], heads: Heads, place: Place) -> None:
+    def __init__(self, specs: tuple[RMSNormSpec, ...], heads: Heads, place: Place) -> None:
         super().__init__()
         self.specs = specs
         self.shape, self.eps = specs[0].weight.shape, specs[0].eps

@@ -83,7 +83,7 @@ class TransformersCausalLM(CausalLM):
         setattr(self._decoder, self._decoder.base_model_prefix, self._given)
         self._layers: dict[nn.Module, tuple[int, TorchAttention]] = {}
         self._step: tuple[AttentionMetadata, Sequence[torch.Tensor], Callable[[], None] | None] | None = None
-        self._backend = cache(lambda heads: TorchAttention(heads, block_size))
+        self._backends = cache(lambda heads: TorchAttention(heads, block_size))
         for module in self.base.modules():
             module.headrace_decoder = [self]  # in a list, so that it does not become a part of the module
         count = min(8, config.max_position_embeddings)
@@ -171,7 +171,7 @@ class TransformersCausalLM(CausalLM):
             raise _refusal(config, f"layer {len(self._layers)} {why}")
         scale = dim**-0.5 if scaling is None else float(scaling)
         spec = Heads(heads, kv, dim, scale, attention_mask.window, softcap)
-        self._layers[module] = len(self._layers), self._backend(spec)
+        self._layers[module] = len(self._layers), self._backends(spec)
         return torch.zeros_like(query).transpose(1, 2), None
 
 

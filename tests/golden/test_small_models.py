@@ -17,7 +17,9 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GPT2Config,
@@ -48,6 +50,8 @@ from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
 from tests.gpu.deepseek_models import BOTH, GROUPS, LATENT
 from tests.gpu.deepseek_models import EXPERTS as GROUPED
+from tests.gpu.gemma_models import EXPERTS as IN_PARALLEL
+from tests.gpu.gemma_models import SIZES, SPARSE, WIDE, vary
 from tests.gpu.oracles import LLAMA3_ROPE, SMALL, YARN
 from tests.selection import slow_except
 
@@ -55,6 +59,7 @@ VOCAB = 271
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2, "bos_token_id": 1}
+OF_LAYERS = {"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}
 GEMMA = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11}
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 OWN: dict[str, Any] = {"vocab_size": VOCAB}
@@ -75,6 +80,9 @@ CONFIGS = {
     "glm-flash": Glm4MoeLiteConfig(**LATENT | OWN),
     "glm-moe": Glm4MoeConfig(**SHAPE | GROUPED | {"head_dim": 16}, use_qk_norm=True),
     "gpt-oss-window": GptOssConfig(**SHAPE, **EXPERTS, sliding_window=11, swiglu_limit=1.5, rope_parameters=YARN),
+    "gemma4": Gemma4TextConfig(**SIZES | WIDE | OF_LAYERS, num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4-moe": Gemma4TextConfig(**SIZES | WIDE | OF_LAYERS | IN_PARALLEL),
+    "gemma3n": Gemma3nTextConfig(**SIZES | SPARSE | OF_LAYERS, num_kv_shared_layers=2),
 }
 
 # Models without a record, which transformers computes.
@@ -116,10 +124,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     """A model that transformers made and saved, and the engine that the application makes of its directory."""
     torch.manual_seed(2)
     oracle = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in oracle.state_dict().items():
-            if "norm" in name or name.endswith("bias"):
-                parameter.normal_(1.0, 0.3)  # their init is ones and zeros, which hides what is not applied
+    vary(oracle)
     directory = tmp_path_factory.mktemp(request.param)
     oracle.save_pretrained(directory)
     byte_level_tokenizer().save(str(directory / "tokenizer.json"))

@@ -23,6 +23,8 @@ from gpu.weights.tensors import weights_of
 from tests.engine.helpers import byte_level_tokenizer
 from tests.gpu.deepseek_models import DEEPSEEK
 from tests.gpu.dense_models import DENSE, FULL, GROWING, MSCALES, SLIDING, WINDOWS, YARN, longrope
+from tests.gpu.gemma_models import GEMMA, vary
+from tests.gpu.gemma_models import ROPES as ROPES_OF_GEMMA
 from tests.gpu.hybrid_models import HYBRIDS
 from tests.gpu.hybrid_models import VALUES as OF_HYBRIDS
 from tests.gpu.oracles import Runner, build, expected, prompt
@@ -116,6 +118,42 @@ OF_DEEPSEEK: dict[str, list[Any]] = {
     "rope_interleave": FLAGS,
     "use_qk_norm": FLAGS,
 }
+FOUR = {FULL: ROPES_OF_GEMMA[FULL], SLIDING: DEFAULT}
+HEADS: list[Any] = [
+    {"head_dim": 32},
+    {"head_dim": 32, "num_key_value_heads": 1},
+    {"head_dim": 16},
+    {},
+    {"sliding_window": 3},
+]
+OF_GEMMA: dict[str, list[Any]] = {
+    "hidden_activation": ["gelu_pytorch_tanh", "gelu", "silu", None],
+    "num_hidden_layers": [3, 5, 6],
+    "intermediate_size": [64, 96, [96] * 6, [96] * 5, [96] * 5 + [64]],
+    "layer_types": [None, [], [FULL] * 6, [SLIDING] * 6, [SLIDING, FULL] * 3, [FULL, SLIDING] * 3, [FULL] * 5],
+    "final_logit_softcapping": [None, 2.0, 0.0, 0, 30.0, -1.0],
+    "num_kv_shared_layers": [0, 1, 2, 3, 4, 5, 6, None],
+    "hidden_size_per_layer_input": [0, 16, 24, None],
+    "vocab_size_per_layer_input": [90, 97, 98, None],
+    "use_double_wide_mlp": FLAGS,
+    "attention_k_eq_v": FLAGS,
+    "enable_moe_block": FLAGS,
+    "top_k_experts": [1, 2, 3, 7, None],
+    "global_head_dim": [8, 16, 32, None],
+    "num_global_key_value_heads": [1, 2, 4, None],
+    "use_bidirectional_attention": ["all", "vision", None, False],
+    "per_layer_config": [None, {}, {"5": HEADS[0]}, *({"2": each, "5": each} for each in HEADS)],
+    "rope_parameters": [*ROPES, FOUR, FOUR | {FULL: FOUR[FULL] | {"factor": 1.5}}, FOUR | {SLIDING: FOUR[FULL]}],
+    "activation_sparsity_pattern": [None, 0.5, [], [0.5] * 6, [0.0] * 6, [0.9] + [0.0] * 5, [0.0, 0.5] * 3, [1.0] * 6],
+    "altup_num_inputs": [1, 2, 3, 4],
+    "altup_active_idx": [0, 1, 2, 3, -1],
+    "altup_correct_scale": FLAGS,
+    "altup_coef_clip": [None, 0.1, 120.0],
+    "laurel_rank": [8, 16, None],
+    "query_pre_attn_scalar": [24, None],
+    "rope_local_base_freq": [50.0, None],
+    "model_type": ["gemma3_text", "gemma4_text", "gemma3n_text", None],
+}
 NESTED: dict[str, list[Any]] = {
     "rope_theta": [50.0, 1e6, None],
     "rope_type": ["default", "yarn", "linear", "longrope", None],
@@ -174,16 +212,13 @@ class Judge:
 
     def __init__(self, name: str, folder: Path) -> None:
         torch.manual_seed(4)
-        config = {**DENSE, **DEEPSEEK, **HYBRIDS}[name]
+        config = {**DENSE, **DEEPSEEK, **HYBRIDS, **GEMMA}[name]
         oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        with torch.no_grad():
-            for parameter_name, parameter in oracle.state_dict().items():
-                if "norm" in parameter_name or parameter_name.endswith("bias"):
-                    parameter.normal_(1.0, 0.3)
+        vary(oracle)
         oracle.save_pretrained(folder)
         byte_level_tokenizer().save(str(folder / "tokenizer.json"))
         self.name, self.folder = name, folder
-        own = OF_HYBRIDS if name in HYBRIDS else OF_DEEPSEEK if name in DEEPSEEK else {}
+        own = OF_HYBRIDS if name in HYBRIDS else OF_DEEPSEEK if name in DEEPSEEK else OF_GEMMA if name in GEMMA else {}
         self.choices = VALUES | own
         self.tolerance = 2.5e-3 if name in HYBRIDS else 2e-4  # two forms of a recurrence differ by more
         self.values = json.loads((folder / "config.json").read_text())

@@ -33,6 +33,8 @@ from gpu.models.decoder import CausalLM
 from gpu.models.state_layers import StateMetadata
 from tests.gpu.deepseek_models import DEEPSEEK, DEEPSEEK_NAMES
 from tests.gpu.dense_models import DENSE, DENSE_NAMES
+from tests.gpu.gemma_models import GEMMA as PER_LAYER
+from tests.gpu.gemma_models import GEMMA_NAMES
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.gpu.sink_models import SinksConfig
 
@@ -110,10 +112,11 @@ ORACLES |= {
         rope_parameters=YARN,
     ),
 }
-ORACLES |= DENSE | DEEPSEEK
+ORACLES |= DENSE | DEEPSEEK | PER_LAYER
 FROM_THEIR_CONFIG = {
     **DENSE_NAMES,
     **DEEPSEEK_NAMES,
+    **GEMMA_NAMES,
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "mixtral": "MixtralForCausalLM",

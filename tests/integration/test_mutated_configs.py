@@ -20,6 +20,9 @@ NAMES = [
     "glm",
     "qwen2-moe",
     *HYBRIDS,
+    "gemma4",
+    "gemma4-moe",
+    "gemma3n",
 ]
 
 

@@ -8,7 +8,7 @@ from gpu.checkpoint import architecture
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
 from gpu.checkpoint.families.deepseek import DEEPSEEK
 from gpu.checkpoint.families.dense import DENSE, interleaved_in_gguf
-from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
+from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3, GEMMA3N, GEMMA4
 from gpu.checkpoint.families.hybrid import GRANITE_4, LFM2, LFM2_MOE
 from gpu.checkpoint.families.qwen_hybrid import HYBRIDS
 
@@ -212,11 +212,13 @@ MISTRAL = architecture.Architecture(
 )
 
 
-_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE, *DEEPSEEK)
+_GEMMA = (GEMMA2, GEMMA3, GEMMA3N, GEMMA4)
+_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, *_GEMMA, MIXTRAL, QWEN3_MOE, GPT_OSS, QWEN2_MOE, *DENSE, *DEEPSEEK)
 FAMILIES: dict[str, architecture.Architecture] = {family.name: family for family in _FAMILIES}
 FAMILIES |= HYBRIDS | {family.name: family for family in (GRANITE_4, LFM2, LFM2_MOE)}
 # Vision models, of which only the text part is served. The text part's own model_type wins over this table.
 FAMILIES |= {"Gemma3ForConditionalGeneration": GEMMA3, "Mistral3ForConditionalGeneration": MISTRAL}
+FAMILIES |= {"Gemma3nForConditionalGeneration": GEMMA3N, "Gemma4ForConditionalGeneration": GEMMA4}
 
 
 def spec_of(config: ModelConfig) -> architecture.DecoderSpec:

@@ -139,9 +139,9 @@ def new_family(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
 def config_of(**more: Any) -> ModelConfig:
     config = replace(model_config(LlamaConfig(**SMALL | {"head_dim": 16})), **{"architecture": NEW} | more)
     own = FAMILIES[config.architecture].numbers if config.architecture in FAMILIES else {}
-    return replace(
-        config, numbers={name: field.default or field.high for name, field in own.items()} | {**config.numbers}
-    )
+    largest = {name: field.default or field.high for name, field in own.items()}
+    largest |= {"num_kv_shared_layers": 0, "sparsity": 0.5}  # the largest would leave no layer keys or activations
+    return replace(config, numbers=largest | {**config.numbers})
 
 
 @pytest.mark.slow

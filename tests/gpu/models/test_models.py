@@ -12,6 +12,7 @@ from transformers import (
 from gpu.checkpoint import ModelConfig, ModelError, RopeScaling
 from gpu.rotary import inverse_frequencies
 from tests.gpu.deepseek_models import DEEPSEEK
+from tests.gpu.gemma_models import GEMMA, vary
 from tests.gpu.oracles import (
     BLOCK_SIZE,
     ORACLES,
@@ -27,7 +28,7 @@ from tests.gpu.oracles import (
 )
 from tests.selection import slow_except
 
-QUICK = [name for name in ORACLES if name not in DEEPSEEK or name == "deepseek-v3"]
+QUICK = [name for name in ORACLES if name not in DEEPSEEK | GEMMA or name in ("deepseek-v3", "gemma4", "gemma3n")]
 
 
 @pytest.fixture(scope="module", params=slow_except(ORACLES, *QUICK))
@@ -37,10 +38,7 @@ def pair(request, sinks_family):
     config = ORACLES[request.param]
     oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     oracle = with_one_answer(oracle, 128)
-    with torch.no_grad():
-        for name, parameter in oracle.state_dict().items():
-            if "norm" in name or name.endswith("bias"):
-                parameter.normal_(1.0, 0.3)  # their init is ones and zeros, which hides what is not applied
+    vary(oracle)
     model = build(model_config(config))
     model.load_weights(weights_of(oracle, model.config))
     return oracle, model

@@ -30,6 +30,7 @@ from transformers.utils import logging as their_logging
 from gpu.attention import AttentionMetadata, TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.checkpoint.architecture import Heads
+from gpu.checkpoint.families.table import spec_of
 from gpu.models.decoder import CausalLM
 from gpu.models.torch_model import TorchModel, resolve_dtype, use_threads
 from gpu.runner.runner import ModelInputs
@@ -75,7 +76,7 @@ class TransformersCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> None:
         nn.Module.__init__(self)
-        self.config, self.communicator = config, None
+        self.config, self.spec, self.communicator = config, spec_of(config), None
         self.tokens_of_experts = torch.zeros(0, 0)
         self._decoder = _load(config, dtype).to(device).eval()
         self.base: Any = getattr(self._decoder, self._decoder.base_model_prefix)

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["model: got", "model.safetensors", "fetch it anew", "smollm2-135m-instruct"],
     ),
     "an architecture that is not supported": (
-        {"model": "{}/mamba"},
+        {"model": "{}/mamba", "model_impl": "headrace"},
         ["model: got", "MambaForCausalLM", "supported are LlamaForCausalLM", "smollm2-135m-instruct"],
     ),
     "a chat template that does not parse": (

@@ -189,6 +189,7 @@ def _simplify(case: schemathesis.Case) -> None:
         case.body = body
 
 
+@pytest.mark.slow
 def test_after_all_of_this_the_server_is_well(described: Server) -> None:
     # Few of the drawn bodies fit this path, so one that does is sent.
     assert described.post("/v1/embeddings", {"input": "Hello"}).status_code == 200

@@ -192,7 +192,7 @@ _DEFAULTS_SINCE_3N = {"head_dim": 256, "tie_word_embeddings": True, "sliding_win
 _NUMBERS = {
     "final_logit_softcapping": HeaderField(float, 0.0, 1e6, "", default=0.0, null=0.0),
     "num_kv_shared_layers": HeaderField(int, 0, 2**10, "layers", default=0),
-    "hidden_size_per_layer_input": HeaderField(int, 0, 2**14, "elements", default=256, null=0),
+    "hidden_size_per_layer_input": HeaderField(int, 0, 2**14, "elements", default=256),
     "vocab_size_per_layer_input": replace(FIELDS["vocab_size"], default=262144),
     "rope_local_base_freq": HeaderField(float, 1.0, 1e12, "", default=10000.0),
 }
@@ -333,6 +333,8 @@ def _gemma4_rewrite(values: dict[str, Any], source: str) -> dict[str, Any]:
         check(key, get(key) is None, "Gemma 4 has rotations in rope_parameters")
     check("final_logit_softcapping", get("final_logit_softcapping") != 0, "it must be null or above 0")
     check("num_hidden_layers", type(count) is int and 0 < count <= 2**10, "it must be an integer from 1 to 1,024")
+    shares = not get("num_kv_shared_layers") or get("hidden_size_per_layer_input", 256) != 0
+    check("num_kv_shared_layers", shares, "transformers fails with it if hidden_size_per_layer_input is 0")
     kinds: Any = get("layer_types")
     kinds = [*ModelConfig.alternating(count or 0, 6)[:-1], FULL] if kinds is None else kinds
     check("layer_types", isinstance(kinds, list) and kinds[-1:] == [FULL], f"the last must be {FULL}")

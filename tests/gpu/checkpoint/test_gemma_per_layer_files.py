@@ -121,6 +121,8 @@ def test_vision_audio_and_keys_that_no_layer_reads_are_skipped(caplog: pytest.Lo
     [
         ({"num_kv_shared_layers": 31}, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": 0}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"layer_types": [SLIDING] * 35}, "layer_types"),
         ({"rope_theta": 1e6}, "rope_theta"),

@@ -1,5 +1,5 @@
-"""Writes the tables of models.md beside this file, from the records of families, types, formats and syntaxes. Run it
-after a change of those; a test compares.
+"""Write the tables of docs/models.md from the records of families, types, formats and syntaxes. Run this program after
+the records change; a test compares them with the page.
 
 Some columns are written by hand: models' names, and measured figures. Those cells stay as they are in the page; a new
 row gets a first text, if the record has one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -351,6 +351,15 @@ FEED_FORWARD: dict[type, Callable[..., SwiGLU | MoE]] = {
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
+class LayerInputs(NamedTuple):
+    """The inputs of a layer in a step, apart from the residual stream."""
+
+    rotation: layers.Rotation
+    metadata: Any  # of the layer's KV group
+    kv_cache: torch.Tensor
+    vectors: torch.Tensor | None  # [T, size], the tokens' embeddings for this layer (Gemma 3n and 4)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward network, with their norms."""
 
@@ -364,26 +373,14 @@ class DecoderLayer(nn.Module):
             None if norm is None else layers.RMSNorm(norm, place) for norm in norms
         )
 
-    def forward(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        rotation: layers.Rotation,
-        metadata: Any,
-        kv_cache: torch.Tensor,
-        vectors: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    def forward(self, residual: torch.Tensor, delta: torch.Tensor | None, given: LayerInputs) -> torch.Tensor | None:
         """Add `delta`, the output of the layer before, to `residual` [T, hidden] in place. The output of this layer is
-        returned instead of added, so that the next norm adds and normalizes in one pass.
-        None: there is nothing left to add. `vectors` are for layers that derive from this."""
-        hidden = normed(self.attention_norm, residual, delta)
-        return self.feed(residual, self.attend(hidden, rotation, metadata, kv_cache))
+        returned instead of added, so that the next norm adds and normalizes in one pass. None: it was added."""
+        return self.feed(residual, self.attend(normed(self.attention_norm, residual, delta), given))
 
-    def attend(
-        self, hidden: torch.Tensor, rotation: layers.Rotation, metadata: Any, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, hidden: torch.Tensor, given: LayerInputs) -> torch.Tensor:
         """Return what attention adds to the residual stream; `hidden` is its normalized input."""
-        output: torch.Tensor = self.attention(hidden, rotation, metadata, kv_cache)
+        output: torch.Tensor = self.attention(hidden, given.rotation, given.metadata, given.kv_cache)
         return output if self.attention_post_norm is None else self.attention_post_norm(output)
 
     def feed(self, residual: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, Heads
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_cache import kv_layout, widest_heads
-from gpu.models.blocks import DecoderLayer, MoE
+from gpu.models.blocks import DecoderLayer, LayerInputs, MoE
 from gpu.models.gemma import GEMMA_LAYERS, PerLayerEmbedding, Streams
 from gpu.models.layers import Embedding, Linear, LMHead, Place, Product, RMSNorm, RotaryEmbedding, weight_slots
 from gpu.sharding import Communicator, vocabulary
@@ -119,7 +119,7 @@ class CausalLM(nn.Module):
         ):
             if cancellation_check is not None:
                 cancellation_check()
-            delta = layer(residual, delta, rotations[rotary], metadata[group], kv_cache, vector)
+            delta = layer(residual, delta, LayerInputs(rotations[rotary], metadata[group], kv_cache, vector))
         if self._mixtures:
             self._count_experts(metadata[0].slot_mapping)
         if self.streams is not None:

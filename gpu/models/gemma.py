@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from gpu.checkpoint.gemma_layers import (
 )
 from gpu.kernels import combine, group_rows, route
 from gpu.models import layers
-from gpu.models.blocks import DecoderLayer, MoE, normed
+from gpu.models.blocks import DecoderLayer, LayerInputs, MoE, normed
 
 
 class PerLayerEmbedding(nn.Module):
@@ -57,21 +56,13 @@ class GemmaLayer(DecoderLayer):
             self.projection = layers.Linear(spec.per_layer_input.projection, place=place)
             self.norm = layers.RMSNorm(spec.per_layer_input.norm, place)
 
-    def forward(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        rotation: layers.Rotation,
-        metadata: Any,
-        kv_cache: torch.Tensor,
-        vectors: torch.Tensor | None = None,
-    ) -> None:
-        """Compute the layer on `residual` [T, hidden] in place. `vectors` [T, size] are the tokens' for this layer."""
-        delta = super().forward(residual, delta, rotation, metadata, kv_cache)
+    def forward(self, residual: torch.Tensor, delta: torch.Tensor | None, given: LayerInputs) -> None:
+        """Compute the layer on `residual` [T, hidden] in place."""
+        delta = super().forward(residual, delta, given)
         assert delta is not None
         residual.add_(delta)
-        if vectors is not None:
-            residual.add_(self.of_vectors(residual, vectors))
+        if given.vectors is not None:
+            residual.add_(self.of_vectors(residual, given.vectors))
         if self.scalar is not None:
             residual.mul_(self.scalar)
 
@@ -106,29 +97,21 @@ class AltUpLayer(GemmaLayer):
         )
         self.scale = place.parameter(*spec.scale.shape)
 
-    def forward(
-        self,
-        residual: torch.Tensor,
-        delta: torch.Tensor | None,
-        rotation: layers.Rotation,
-        metadata: Any,
-        kv_cache: torch.Tensor,
-        vectors: torch.Tensor | None = None,
-    ) -> None:
+    def forward(self, residual: torch.Tensor, delta: torch.Tensor | None, given: LayerInputs) -> None:
         """Compute the layer on the streams, `residual` [n, T, hidden], in place."""
-        assert vectors is not None
+        assert given.vectors is not None
         count, active = len(residual), self.spec.active
         factors = self.prediction(self._modalities(residual[active])).unflatten(1, (count, count))
         residual.add_(torch.einsum("tij,jth->ith", factors, residual))
         inner = residual[active].clone()
         hidden = normed(self.attention_norm, inner)
         low_rank = hidden + self.residual_norm(self.right(self.left(hidden)))
-        inner.add_(self.attend(hidden, rotation, metadata, kv_cache)).add_(low_rank).mul_(2**-0.5)
+        inner.add_(self.attend(hidden, given)).add_(low_rank).mul_(2**-0.5)
         inner.add_(self.feed(inner, None))
         factors = self.correction(self._modalities(inner)).add_(1.0)
         residual.add_((inner - residual[active]) * factors.t().unsqueeze(2))
         first = residual[active] * self.scale if self.spec.is_scaled else residual[active]
-        residual[1:] += self.of_vectors(first, vectors)
+        residual[1:] += self.of_vectors(first, given.vectors)
 
     def _modalities(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, n]"""
@@ -142,7 +125,7 @@ GEMMA_LAYERS: dict[type, Callable[..., DecoderLayer]] = {GemmaLayerSpec: GemmaLa
 
 
 class Streams(nn.Module):
-    """The begin and the end of Gemma 3n's residual streams."""
+    """The beginning and the end of Gemma 3n's residual streams."""
 
     def __init__(self, spec: StreamsSpec, place: layers.Place) -> None:
         super().__init__()

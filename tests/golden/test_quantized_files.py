@@ -71,7 +71,7 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str | 
 
 
 def perplexities(model: Path) -> tuple[float, float]:
-    """As the file is served by default, and of its numbers in float32 by torch."""
+    """Return the perplexity of the file as it is served by default, and of its numbers in float32 by torch."""
     tokenizer = open_model(str(model)).tokenizer
     texts = [tokenizer.encode(text).ids for text in (PROSE, CODE)]
     found = []

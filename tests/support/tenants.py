@@ -18,7 +18,7 @@ COMPLETIONS = "/v1/completions"
 def tenant_server(
     make: Callable[..., Server], folder: Path, tenants: str, key: str, **settings: object
 ) -> Iterator[Server]:
-    """What `make` makes, ready, with this text as its file of tenants. Requests without a key get `key`."""
+    """Yield the server that `make` makes, ready, with the file `tenants`. Requests without a key get `key`."""
     file = folder / "tenants.toml"
     file.write_text(tenants)
     with make(api_keys_file=file, **settings) as running:

@@ -78,7 +78,7 @@ def test_a_flag_that_is_given_twice_is_refused(flags: list[str], capsys: pytest.
 
 
 def test_names_with_blanks_between_them_are_taken_after_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """As users of vLLM write them. Before the model, its name would be one of them."""
+    """Users of vLLM write names like this. If the flag came before the model, the model would be taken for a name."""
     assert main(["config", "org/name", "--served-model-name", "a", "b", "--port", "1"]) == 0
     assert 'served_model_name = ["a", "b"]' in capsys.readouterr().out
     assert main(["config", "--served-model-name", "a", "org/name"]) == 1

@@ -39,7 +39,7 @@ def in_gguf(name: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("name", slow_except(DEEPSEEK, "deepseek-v3"))
 def test_a_directory_gives_the_logits_of_transformers(tmp_path, caplog, name):
-    """With a layer for multi-token prediction after the model's own, as published."""
+    """Published checkpoints have a layer for multi-token prediction after the model's own."""
     oracle = made(DEEPSEEK[name])
     weights_file = saved(oracle, tmp_path) / "model.safetensors"
     further = {f"model.layers.4.{part}.weight": torch.ones(2, 2) for part in ("eh_proj", "self_attn.o_proj")}

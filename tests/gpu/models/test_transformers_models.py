@@ -184,7 +184,7 @@ def test_tensors_that_are_missing_or_left_over_are_refused_and_pickles_never_ope
 
 
 def test_a_model_that_mixes_the_tokens_of_a_step_is_refused(arcee: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a convolution would, of which the attention function sees nothing."""
+    """A convolution would do this, and the attention function would see nothing of it."""
     network = modeling_arcee.ArceeMLP
     forward = network.forward
     monkeypatch.setattr(network, "forward", lambda self, hidden: forward(self, hidden) + 0.5 * hidden.roll(1, dims=-2))

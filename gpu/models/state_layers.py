@@ -91,12 +91,12 @@ class StateLayer(nn.Module):
         return self.out(self._finish(torch.cat(outputs), gate).to(hidden.dtype))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the inputs of the convolution, float32 [T, channels], the gate, and more of each token."""
+        """Return the inputs of the convolution, float32 [T, channels], the gate, and the other inputs of `_advance`."""
         raise NotImplementedError
 
     def _advance(self, memory: Tensor, convolved: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs of tokens and their memory: of one token each of B requests, [B, ...], or of consecutive
-        tokens of the request with this memory."""
+        """Return the outputs, and the memory after them. The inputs are one token of each of B requests, [B, ...], or
+        consecutive tokens of the one request that `memory` belongs to."""
         raise NotImplementedError
 
     def _finish(self, output: Tensor, gate: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ class NamedCall:
 
 
 class SectionCalls:
-    """The inside of a section. The `tags` in order: begin of a call, within its head, its end, end of the section.
+    """The inside of a section. The `tags` in order: before a call, within its head, after it, after the section.
 
     `head` is a regular expression of the text before the arguments, with NAME for the function and TAG for its tag.
     """

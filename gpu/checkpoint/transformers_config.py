@@ -35,7 +35,7 @@ def is_for_transformers(values: Mapping[str, Any], model_impl: str) -> bool:
     """Return True if transformers computes the model of this config.json: the setting says so, or it is auto,
     transformers is installed, and there is no record."""
     named = values.get("architectures")
-    if model_impl != "auto" or not isinstance(named, list) or any(name in FAMILIES for name in named):
+    if model_impl != "auto" or not isinstance(named, list) or FAMILIES.keys() & {*map(str, named)}:
         return model_impl == "transformers"
     return find_spec("transformers") is not None
 

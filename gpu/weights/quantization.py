@@ -62,10 +62,11 @@ class Quantization:
         """Yield the weights, rounded, one at a time. Raises ConfigError for a weight that is already quantized."""
         for name, weight in weights:
             if not isinstance(weight, np.ndarray):
+                kind = weight.type if isinstance(weight, QuantizedRows) else "a quantized type"
                 raise ConfigError(
                     "quantization",
                     self.name,
-                    allowed=f"it needs weights in 16 or 32 bits, and {name} of this model is quantized already",
+                    allowed=f"it needs weights in 16 or 32 bits, and {name} of this model has {kind} already",
                     hint="quantization=none works",
                 )
             form = self._finer_form if name in self._finer else self._form

@@ -114,7 +114,7 @@ def test_the_log_and_the_facts_say_that_it_is_slow(arcee: Path, caplog: pytest.L
     core.shutdown()
 
 
-def test_giventhat_it_cannot_obey_are_refused(arcee: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_it_cannot_obey_are_refused(arcee: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for setting, value in (("tensor_parallel_size", 2), ("pipeline_parallel_size", 2), ("executor", "mp")):
         with pytest.raises(ConfigError, match=f"{setting} is .*has one rank"):
             load(arcee, **{setting: value})

@@ -26,5 +26,6 @@ def test_what_answers_first_brings_nothing_that_only_the_model_needs() -> None:
     assert not imported("import app.commands.cli, app.serving.process, app.application", names)
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_thread_brings_no_zmq() -> None:
     assert not imported("import app.serving.loading", {"zmq"})

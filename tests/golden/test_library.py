@@ -36,6 +36,7 @@ def test_what_is_handed_out_is_the_offline_engine() -> None:
     assert (headrace.LLM, headrace.SamplingParams) == (LLM, SamplingParams)
 
 
+@pytest.mark.slow
 def test_what_is_left_open_is_sampled_as_the_models_authors_recommend() -> None:
     authors = LLM("smollm2-135m-instruct", progress=False).get_default_sampling_params()
     assert authors == SamplingParams(temperature=0.2, top_p=0.9)

@@ -35,6 +35,7 @@ def the_end(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     return last
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_every_prompt_token_but_the_first(smollm2, smollm2_oracle, prompt):
     core = fresh_core(smollm2.core, max_num_batched_tokens=100)
     story = drive(

@@ -299,6 +299,7 @@ def test_a_directory_without_a_whole_key_is_said_and_done_without(
     assert f"no KV blocks are stored in {tmp_path}: " in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["kv_cache_dir_size", "kv_cache_ram"])
 def test_a_tier_that_no_piece_fits_into_is_refused(setting: str, tmp_path: Path) -> None:
     sizes: Any = {"kv_cache_dir_size": 2**24, "kv_cache_ram": 2**24, setting: 1000}

@@ -347,6 +347,7 @@ SPELLINGS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "end|>", "|
 pieces = st.sampled_from(SPELLINGS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(contents=st.lists(st.lists(pieces, max_size=6).map("".join), min_size=1, max_size=4))
 def test_no_user_text_becomes_a_control_token(contents):

@@ -312,6 +312,7 @@ def test_every_constructed_answer_is_read_the_same_however_it_is_cut() -> None:
         assert read(text, syntax=SPELLED, random=Random(number))[:2] == whole[:2]
 
 
+@pytest.mark.slow
 def test_no_word_of_a_damaged_answer_is_lost_and_no_cutting_changes_it() -> None:
     headers = [
         *MARKERS,

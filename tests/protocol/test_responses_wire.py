@@ -263,6 +263,7 @@ def test_no_text_is_still_a_message():
     assert accumulate(events_of([[]])) == response["output"]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     roles=st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=12),

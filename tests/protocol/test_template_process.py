@@ -87,6 +87,7 @@ def test_a_template_that_is_a_bomb_to_the_compiler_is_refused(bomb: str) -> None
     assert not children()
 
 
+@pytest.mark.slow
 def test_a_rendering_that_takes_too_long_or_too_much_ends_its_process_and_the_next_one_starts_another() -> None:
     with processes_of(SWITCH, timeout=1.0) as processes:
         for wish, kind in (({"loop": True}, Failure.TIME), ({"bomb": 3 * 10**9}, Failure.MEMORY)):
@@ -152,6 +153,7 @@ def test_closing_ends_a_rendering_and_leaves_nothing() -> None:
         processes.render({"text": "a"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_parent_that_is_killed_leaves_no_process(state: str) -> None:
     program = (

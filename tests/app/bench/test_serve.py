@@ -69,6 +69,7 @@ def test_estimates_are_called_so_and_details_are_saved(tmp_path: Path, capsys: p
     assert "The server sent no usage for 2 requests" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", slow_except(["openai", "openai-chat"], "openai-chat"))
 def test_totals_are_the_servers_own(server: Server, tmp_path: Path, backend: str) -> None:
     before = server.metrics()

@@ -25,6 +25,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*HEADRACE, *arguments], capture_output=True, text=True, env=env, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_machine_that_serves_is_told_what_it_can_do() -> None:
     done = run("doctor", "--port", "0", "--kv-cache-memory", "64MiB", "--max-num-seqs", "4")

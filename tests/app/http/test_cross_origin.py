@@ -53,6 +53,7 @@ def readable(answer: httpx.Response, origin: str = PAGE) -> bool:
     return allowed == origin and answer.headers["access-control-expose-headers"] == "*"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", [PAGE, "app://desktop"])
 def test_a_preflight_is_answered_without_a_key_and_allows_the_header_of_the_key(locked: Server, origin: str) -> None:
     answer = preflight(locked, origin)

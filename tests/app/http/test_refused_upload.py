@@ -14,6 +14,7 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 def test_large_upload_that_nobody_reads_leaves_no_connection_behind(narrow_tiny_server: Server) -> None:
     server = narrow_tiny_server
     server.wait_idle()

@@ -31,6 +31,7 @@ def served(
         assert "Traceback" not in server.log, server.log
 
 
+@pytest.mark.slow
 def test_answers_and_streams_come_through_it(served: tuple[Path, ServeCommand]) -> None:
     _, server = served
     whole = server.complete(**BODY)["choices"][0]["text"]

@@ -272,6 +272,7 @@ def test_what_cannot_be_read_again_or_continued_is_said(keyed_server: Server) ->
     keyed_server.wait_idle()
 
 
+@pytest.mark.slow
 def test_any_mixture_of_readers_cancels_and_deletes_leaves_nothing(keyed_server: Server) -> None:
     """And readers who join at any moment, and read at any pace, see the same events."""
     keyed_server.wait_idle()

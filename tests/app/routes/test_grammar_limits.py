@@ -72,6 +72,7 @@ def test_beside_slow_grammars_of_one_tenant_even_a_slow_one_of_another_has_its_t
     check_that_others_are_soon_done(locked_server, *KEYS, slow_schema(NUM_SLOW))
 
 
+@pytest.mark.slow
 def test_where_all_are_one_tenant_a_small_grammar_passes_the_slow_ones(open_server: Server) -> None:
     check_that_others_are_soon_done(open_server, "", "", SMALL)
 

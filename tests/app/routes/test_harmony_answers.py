@@ -45,6 +45,7 @@ def is_weather(arguments: str) -> bool:
     return json.loads(arguments) in ({"city": "Ulm"}, {"city": "Bonn"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 5])
 def test_chat(harmony_server: Server, budget: int) -> None:
     client = openai.OpenAI(base_url=f"{harmony_server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT)

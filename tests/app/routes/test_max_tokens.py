@@ -32,6 +32,7 @@ def sdk(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_beyond_the_context_is_cut_to_what_fits(server: Server, limit: int) -> None:
     for path, fields in (

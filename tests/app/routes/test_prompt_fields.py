@@ -185,6 +185,7 @@ def test_priority_comes_in_a_header_too(server: Server) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Vllm-Priority")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_tells_the_prompts_log_probabilities_in_its_first_chunk(server: Server, path: str) -> None:
     asked = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "One two three"}

@@ -100,6 +100,7 @@ TOOLS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_calls_have_the_warning_of_their_function(server: Server) -> None:
     body = {"messages": HELLO, "max_tokens": 200, "tools": TOOLS}
     answer = server.post(CHAT, body | {"tool_choice": {"type": "function", "function": {"name": "f"}}})

@@ -163,6 +163,7 @@ def test_a_schema_that_no_grammar_can_hold_is_refused(server: Server) -> None:
     assert answer.json()["error"]["param"] == "tools"
 
 
+@pytest.mark.slow
 def test_langchain_binds_tools_and_reads_calls(server: Server) -> None:
     class get_weather(BaseModel):  # noqa: N801 - its name is the function's
         """Tells the weather of a city"""

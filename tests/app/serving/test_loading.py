@@ -124,6 +124,7 @@ def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert environment_of(process)["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
 
 
+@pytest.mark.slow
 def test_an_answer_ends_with_the_end_tokens_of_its_syntax_though_the_files_name_others(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny", vocab_size=512)
     ends = ["<|eot_id|>", "<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>", "</s>"]

@@ -31,6 +31,7 @@ anyio.run(main, backend=sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_signal_that_comes_with_the_parents_word_is_not_a_second_one(backend: str) -> None:
     assert status_after(backend, num_signals=1) == 0

@@ -77,6 +77,7 @@ def test_setting_that_cannot_be_ends_the_process_and_names_itself() -> None:
         assert "max_num_seqs" in server.log.lower()
 
 
+@pytest.mark.slow
 def test_a_failure_beside_the_requests_ends_the_process() -> None:
     """Here of what tells systemd that the server is alive. It would else answer for ever that it is shutting down."""
     server = tiny_server()

@@ -101,6 +101,7 @@ def test_who_is_lost_with_a_part_of_the_fleet() -> None:
     assert figures["p99_ttft_ms"] > 1.5 * whole["p99_ttft_ms"], "what was cached there is computed again"
 
 
+@pytest.mark.slow
 def test_outages_may_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes back is there once."""
     choose = Router.choose

@@ -156,6 +156,7 @@ def test_of_two_tenants_the_one_of_less_precedence_gives_way_when_blocks_run_out
 # --- any mix
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(

@@ -71,6 +71,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(structured: Structur
         assert len(str(refusal.value)) < 600
 
 
+@pytest.mark.slow
 def test_a_schema_of_any_depth_is_refused_and_raises_nothing_else() -> None:
     """What Python can still decode it may not be able to copy."""
     for depth in range(200, 1100, 5):

@@ -62,6 +62,7 @@ async def test_several_engines_measure_and_count_as_one() -> None:
         assert not parallel._placed
 
 
+@pytest.mark.slow
 async def test_choices_of_one_prompt_run_where_they_share_it() -> None:
     parallel = replicas(2, step_seconds=0.01)
     async with serving(parallel) as both:
@@ -302,6 +303,7 @@ async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) 
         assert both.llm.seconds_without_progress() == 0.0
 
 
+@pytest.mark.slow
 async def test_a_replica_whose_heartbeat_stands_still_counts_as_dead_and_is_started_again(tmp_path: Path) -> None:
     """The reason does not matter, nor whether there is another engine."""
     hangs = [tmp_path / str(index) for index in range(2)]
@@ -365,6 +367,7 @@ async def test_engines_follow_the_queue_and_the_one_with_least_to_do_goes_and_en
         assert fleet.llm.num_blocks == 64
 
 
+@pytest.mark.slow
 async def test_what_is_lost_of_what_is_cached_is_missed_though_nothing_comes_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -93,6 +93,7 @@ async def test_what_is_no_event_ends_its_engine_and_not_the_front_end(said: str)
     assert client.pid is None
 
 
+@pytest.mark.slow
 async def test_one_of_several_that_makes_no_sense_starts_again_and_the_others_go_on() -> None:
     started: list[int] = []
     stats = msgspec.structs.replace(NOTHING_DONE, step_costs=b"{}")

@@ -70,6 +70,7 @@ def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_reference_draws(
     assert token_ids == reference.tolist()
 
 
+@pytest.mark.slow
 def test_cutoffs_keep_what_sorting_keeps(form):
     rng = random.Random(7)
     torch.manual_seed(7)

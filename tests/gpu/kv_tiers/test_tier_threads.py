@@ -128,6 +128,7 @@ def test_no_buffer_is_lost_where_there_was_no_memory_for_it() -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_library_that_is_dropped_keeps_neither_threads_nor_buffers(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     llm = LLM(progress=False, max_model_len=256, kv_cache_memory="32MiB", kv_cache_dir=tmp_path)

@@ -174,6 +174,7 @@ def test_what_a_rank_says_is_taken_while_a_long_plan_waits_for_room(ranks: Multi
 SIGNALS = [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "stopped by")]
 
 
+@pytest.mark.slow
 def test_loading_tells_how_far_it_is_and_what_cannot_work(model: str) -> None:
     reports: list[tuple[str, int, int | None]] = []
     start(model, progress=lambda *report: reports.append(report)).shutdown()

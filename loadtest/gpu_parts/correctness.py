@@ -7,18 +7,22 @@ output; outputs are poisoned first, so what is not written is NaN, and NaN never
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from gpu import kernels
+from gpu.kernels import experts as moe
 from gpu.kernels.attention import attend_reference
 from gpu.kernels.elementwise import add_rms_norm_reference
 from gpu.kernels.logits import apply_penalties_reference, row_statistics_reference
+from gpu.kernels.prefill import capability_of
+from gpu.kernels.quantized import quantize_rows, quantized_linear
 from gpu.kernels.rope import rope_and_cache_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
-from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
+from loadtest.gpu_parts.data import QUANTIZED, make_columns, make_logits, make_paged, make_quantized
 from loadtest.gpu_parts.report import Report
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -90,6 +94,14 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
         what = f"{heads[0]}/{heads[1]} heads of {head_dim}, window {window}"
         for name, lengths in ATTENTION.items():
             yield name, what, partial(_attention, device, dtype, heads, head_dim, window, lengths)
+    if device.type == "cuda" and dtype != torch.float32 and capability_of(device) >= (8, 9):
+        for name, lengths in ATTENTION.items():
+            check = partial(_attention, device, dtype, (8, 2), 128, None, lengths, torch.float8_e4m3fn)
+            yield f"{name}, FP8 cache", "8/2 heads of 128", check
+    for form in QUANTIZED:
+        check = partial(_quantized, device, dtype, form, 256 if tiny else 4096)
+        yield f"linear layers, {form}", "1 to 200 rows", check
+    yield "grouped_linear", "8 experts", partial(_experts, device, dtype, 64 if tiny else 1024)
     vocab_size = 500 if tiny else 128256
     yield "sample_tokens", f"{vocab_size} tokens", partial(_sample, device, dtype, vocab_size)
     yield "compute_logprobs", f"{vocab_size} tokens", partial(_logprobs, device, dtype, vocab_size)
@@ -132,8 +144,10 @@ def _attention(
     head_dim: int,
     window: int | None,
     lengths: list[tuple[int, int]],
+    kv_dtype: torch.dtype | None = None,
 ) -> float:
     paged = make_paged(lengths, heads, head_dim, device, dtype)
+    paged = replace(paged, cache=paged.cache.to(kv_dtype or dtype))
     reference = paged.to(torch.device("cpu"), torch.float64)
     wanted = torch.empty_like(reference.query)
     tables = (reference.cache, reference.block_table, reference.seq_lens, reference.query_start_loc)
@@ -144,6 +158,40 @@ def _attention(
         paged.attend(output, window=window, sinks=sinks)
         errors.append(relative_error(output.cpu(), wanted))
     return max(errors)
+
+
+def _quantized(device: torch.device, dtype: torch.dtype, form: str, in_size: int) -> float:
+    """Products of few, some and many rows. Where activations are rounded to E4M3, the reference takes them rounded."""
+    matrix = make_quantized(form, 1100, in_size, device)
+    weights, errors = matrix.dequantize().double(), []
+    for num_rows in (1, 17, 64, 200):
+        x = torch.randn(num_rows, in_size, device=device).to(dtype)
+        meant = x.double()
+        if matrix.bits == 0 and capability_of(device) >= (8, 9):
+            rounded, scales = quantize_rows(x, matrix.group)
+            meant = rounded.double() * scales.double().repeat_interleave(matrix.group or in_size, 1)
+            if not relative_error(meant, x) <= 0.04:  # E4M3 rounds by one sixteenth at most, and by 0.026 on average
+                return float("inf")
+        errors.append(relative_error(quantized_linear(x, matrix), meant @ weights.T))
+    return max(errors)
+
+
+def _experts(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """The two products of a mixture of experts, one of which has no token, and their sum."""
+    num_tokens, num_experts, top_k = 150, 8, 2
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    logits[:, 5] = -100.0
+    shares, chosen = moe.route(logits, top_k, True)
+    groups = moe.group_rows(chosen, num_experts)
+    x = torch.randn(num_tokens, size, device=device).to(dtype)
+    up, down = (torch.randn(num_experts, size, size, device=device).to(dtype) / size**0.5 for _ in range(2))
+    hidden = moe.grouped_linear(x, up, None, groups, gather=True)
+    pairs = moe.grouped_linear(hidden, down, None, groups, scatter=True)
+    output = moe.combine(pairs, shares)
+    wanted = moe.grouped_linear_reference(x.double(), up.double(), None, groups, True, False)
+    error = relative_error(hidden, wanted)
+    wanted = moe.grouped_linear_reference(hidden.double(), down.double(), None, groups, False, True)
+    return max(error, relative_error(pairs, wanted), relative_error(output, moe.combine_reference(pairs, shares)))
 
 
 def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:

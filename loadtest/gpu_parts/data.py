@@ -8,8 +8,17 @@ import torch
 
 from gpu.device.tables import device_columns
 from gpu.kernels import list_attention_work, paged_attention
+from gpu.weights.tensors import QuantizedMatrix
 
 BLOCK_SIZE = 16
+# Bits (0: E4M3), inputs of a group (0: all), and whether groups have zero points of their own.
+QUANTIZED = {
+    "4 bits, groups of 128": (4, 128, False),
+    "4 bits, groups of 64, zeros": (4, 64, True),
+    "8 bits, groups of 128": (8, 128, False),
+    "FP8, groups of 128": (0, 128, False),
+    "FP8, by row": (0, 0, False),
+}
 
 
 @dataclass(frozen=True)
@@ -101,3 +110,24 @@ def make_columns(num_rows: int, device: torch.device, **values: float) -> dict[s
     for name, value in ({"temperature": 1.0} | values).items():
         columns[name].fill_(value)
     return {name: column.to(device) for name, column in columns.items()}
+
+
+def make_quantized(form: str, out_size: int, in_size: int, device: torch.device) -> QuantizedMatrix:
+    """Return a random matrix of a form of `QUANTIZED`. Its products with standard normal inputs are about 1."""
+    bits, group, has_zeros = QUANTIZED[form]
+    num_groups = in_size // group if group else 1
+    numbers = torch.randint(0, 256, (out_size, in_size // (2 if bits == 4 else 1)), dtype=torch.uint8, device=device)
+    if bits == 0:
+        numbers = torch.where(numbers & 127 == 127, 8, numbers)  # those two are no numbers
+    typical = {4: 4.6, 8: 74.0, 0: 140.0}[bits] * in_size**0.5
+    zeros = torch.randint(5, 11, (num_groups, out_size), dtype=torch.uint8, device=device) if has_zeros else None
+    return QuantizedMatrix(
+        numbers=numbers,
+        scales=(torch.rand(num_groups, out_size, device=device) + 0.5) / typical,
+        zeros=zeros,
+        order=None,
+        zero=0 if has_zeros or bits == 0 else 2 ** (bits - 1),
+        bits=bits,
+        group=group,
+        columns=64,
+    )

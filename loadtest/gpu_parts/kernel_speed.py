@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import kernels
-from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
+from gpu.kernels.quantized import quantized_linear
+from loadtest.gpu_parts.data import make_columns, make_logits, make_paged, make_quantized
 from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card
 from loadtest.gpu_parts.timing import Timer
@@ -56,7 +57,7 @@ class KernelSpeed:
     correct: set[str]
 
     def run(self, time_is_left: Callable[[], bool]) -> None:
-        for part in (self.decode, self.prefill, self.elementwise, self.sampler, self.matrices):
+        for part in (self.decode, self.prefill, self.elementwise, self.sampler, self.matrices, self.quantized):
             if not time_is_left():
                 self.report.note(f"kernels: {part.__name__} was left out, for time")
                 continue
@@ -192,6 +193,18 @@ class KernelSpeed:
                 floor = self.card.seconds(num_bytes, 2 * rows * out_size * in_size)
                 seconds = self.timer.seconds(partial(F.linear, x, weight))
                 self.report.add("cuBLAS", f"{name}, {rows} rows", seconds * 1e6, "us", floor * 1e6)
+
+    def quantized(self) -> None:
+        """Time a layer's widest product with quantized weights, to be compared with cuBLAS in 16 bits."""
+        sizes = self.sizes
+        for rows in (*sizes.batches, sizes.chunk_tokens // 4):
+            for form in ("4 bits, groups of 128", "8 bits, groups of 128", "FP8, groups of 128"):
+                matrix = make_quantized(form, 2 * sizes.inner, -(-sizes.hidden // 128) * 128, self.timer.device)
+                (out_size, in_size), x = matrix.shape, self._random(rows, matrix.shape[1])
+                num_bytes = matrix.numbers.nbytes + 2 * matrix.scales.nbytes + (x.numel() + rows * out_size) * 2
+                name = f"gate_up, {form}, {rows} rows"
+                function = partial(quantized_linear, x, matrix)
+                self._add(f"linear layers, {form}", name, function, num_bytes, 2 * rows * out_size * in_size)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.timer.device, dtype=self.dtype)

@@ -47,6 +47,7 @@ def test_all_prompts_at_once_say_what_transformers_says_for_twice_as_many_tokens
         smollm2_oracle.assert_says(prompt, ours, expected)
 
 
+@pytest.mark.slow
 def test_all_prompts_at_once_and_again_from_the_cache_say_what_transformers_says(
     smollm2, smollm2_oracle, prompts, expected
 ):

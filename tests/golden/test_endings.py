@@ -145,6 +145,7 @@ def test_a_seed_says_the_same_alone_and_among_sixteen_others(smollm2: LLM, promp
     assert other.choices[0].token_ids != alone.choices[0].token_ids
 
 
+@pytest.mark.slow
 def test_text_is_what_the_tokenizer_makes_of_all_the_ids_at_once(smollm2: LLM, crowd, endings):
     broken = 0
     for completion in [*crowd, endings["ignore_eos"]]:

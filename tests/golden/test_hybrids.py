@@ -221,6 +221,7 @@ def test_a_prefill_and_its_decodes(pair: Pair):
         assert_agrees(oracle, drive(core, [request]), request)
 
 
+@pytest.mark.slow
 def test_a_prefill_in_chunks(pair: Pair):
     oracle, core = pair
     core = fresh_core(core, max_num_batched_tokens=9)

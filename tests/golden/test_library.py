@@ -93,6 +93,7 @@ def test_an_interrupt_within_the_c_library_is_not_lost() -> None:
     assert num_interrupted > 2
 
 
+@pytest.mark.slow
 def test_threads_share_an_object(smollm2: LLM) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=8)
     texts = ["The sea is", "The sky is", "One, two,"]

@@ -88,6 +88,7 @@ def test_hidden_states_pooled(smollm2, smollm2_oracle, prompt):
             assert end.num_cached_tokens == cached
 
 
+@pytest.mark.slow
 def test_a_prompt_alone_may_fill_the_context(smollm2, smollm2_oracle):
     core = fresh_core(smollm2.core, max_model_len=32)
     full = [7 * i + 100 for i in range(32)]

@@ -67,6 +67,7 @@ def test_six_urgent_connections_of_one_key_starve_no_other_key(server: Server) -
     assert served["guest"] >= 12, served  # half of sixty, less what others are served between an answer and the next
 
 
+@pytest.mark.slow
 def test_a_tenant_with_the_right_goes_first_across_tenants(server: Server) -> None:
     served = served_of_sixty(server, *[("first", -1)] * 6, *[("guest", -1000)] * 2)
     assert served["guest"] < 12, served

@@ -101,6 +101,7 @@ def test_a_template_that_does_harm_costs_its_request_and_nobody_else(server: Ser
     assert len(helpers(server)) <= 2
 
 
+@pytest.mark.slow
 def test_more_renderings_than_helpers_wait_for_their_turn_and_leave_none_behind(server: Server) -> None:
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: ask(server, "Hi" if n % 3 else "a string of gigabytes"), range(12)))

@@ -271,6 +271,7 @@ def test_a_gguf_file_with_faults_is_served_or_refused(loader: Loader, ggufs: lis
     run(gguf_check(loader, ggufs, tmp_path), iter(range(SHORT)))
 
 
+@pytest.mark.slow
 def test_a_directory_with_faults_is_served_or_refused(loader: Loader, honest_directory: Path, tmp_path: Path) -> None:
     run(directory_check(loader, honest_directory, tmp_path), iter(range(SHORT)))
 

@@ -24,9 +24,20 @@ from tests.gpu.checkpoint_files import TINY, random_weights
 from tests.gpu.cpu.test_matrices import stored
 from tests.gpu.native_builds import needs_library
 from tests.gpu.quantized_checkpoints import FORMATS, ROUNDED, Format, bitsandbytes, compressed, gptq
+from tests.selection import slow_except
 from tests.support.embedded_model import embedded_gguf
 
 SMALL: ModelConfig = replace(TINY, hidden_size=192, intermediate_size=320, num_attention_heads=3, num_key_value_heads=1)
+
+QUICK = (
+    "FP8, 128 x 128",
+    "compressed-tensors W8A8, zero points",
+    "compressed-tensors NVFP4",
+    "AWQ",
+    "GPTQ 4 bits, act-order",
+    "GPTQ 3 bits",
+    "bitsandbytes nf4, nested",
+)
 
 
 def write(path: Path, form: Format, *, config: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
@@ -53,7 +64,7 @@ def write(path: Path, form: Format, *, config: dict[str, Any] | None = None) -> 
     return meant
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_except(FORMATS, *QUICK))
 def test_the_numbers_are_those_of_the_formula_to_the_bit(tmp_path: Path, name: str):
     meant = write(tmp_path / "model", FORMATS[name])
     found = dict(read_weights(open_model(str(tmp_path / "model"))))
@@ -63,7 +74,7 @@ def test_the_numbers_are_those_of_the_formula_to_the_bit(tmp_path: Path, name: s
 
 
 @needs_library
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_except(FORMATS, *QUICK))
 def test_the_c_library_holds_them_exactly_or_as_bfloat16(tmp_path: Path, name: str):
     library = load_library()
     assert library is not None

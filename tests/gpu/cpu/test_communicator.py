@@ -17,6 +17,7 @@ from tests.gpu.cpu.test_decoder import MODELS, Model
 from tests.gpu.native_builds import needs_library
 from tests.gpu.oracles import model_config
 from tests.gpu.rank_processes import Weights, make_model, rank_processes, same_bits
+from tests.selection import slow_except
 
 pytestmark = [needs_library, pytest.mark.usefixtures("every_build", "sinks_family")]
 
@@ -97,7 +98,7 @@ def assert_same(library: Library, config: ModelConfig, weights: Weights, layout:
                 assert all(same_bits(np.ascontiguousarray(a), b) for a, b in zip(own, found, strict=True)), name
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), slow_except(CASES, *CASES[1::3]))
 def test_ranks_compute_the_bits_of_one(every_build: Library, name: str, layout: str):
     assert_same(every_build, *random_model(MODELS[name], quantized=name in ("llama", "qwen2")), LAYOUTS[layout])
 

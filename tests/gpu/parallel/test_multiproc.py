@@ -293,6 +293,7 @@ def test_a_model_that_is_cut_both_ways_says_what_it_says_whole(cut: tuple[Multip
     assert generate(ranks, prompts(), chunk=6) == generate(whole, prompts(), chunk=6)
 
 
+@pytest.mark.slow
 def test_stages_work_on_several_steps_and_forget_one_that_fails(
     cut: tuple[MultiprocExecutor, UniProcExecutor],
 ) -> None:

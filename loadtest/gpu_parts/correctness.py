@@ -94,11 +94,14 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
         what = f"{heads[0]}/{heads[1]} heads of {head_dim}, window {window}"
         for name, lengths in ATTENTION.items():
             yield name, what, partial(_attention, device, dtype, heads, head_dim, window, lengths)
-    if device.type == "cuda" and dtype != torch.float32 and capability_of(device) >= (8, 9):
+    multiplies_e4m3 = device.type == "cuda" and capability_of(device) >= (8, 9)
+    if multiplies_e4m3 and dtype != torch.float32:
         for name, lengths in ATTENTION.items():
             check = partial(_attention, device, dtype, (8, 2), 128, None, lengths, torch.float8_e4m3fn)
             yield f"{name}, FP8 cache", "8/2 heads of 128", check
     for form in QUANTIZED:
+        if multiplies_e4m3 and dtype == torch.float32 and form.startswith("FP8"):
+            continue  # the sums of E4M3 products have 14 bits on a card
         check = partial(_quantized, device, dtype, form, 256 if tiny else 4096)
         yield f"linear layers, {form}", "1 to 200 rows", check
     yield "grouped_linear", "8 experts", partial(_experts, device, dtype, 64 if tiny else 1024)

@@ -250,7 +250,9 @@ class _Once(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise SettingsError(f"{option_string or 'the model'} is given twice. Give it once{self.const}")
+            # A misspelled flag leaves its value to be taken for the model.
+            both = f": {namespace.model!r} and {values!r}. Is a flag misspelled?" if self.dest == "model" else "."
+            raise SettingsError(f"{option_string or 'the model'} is given twice{both} Give it once{self.const}")
         if isinstance(values, list):  # with blanks between them, as users of vLLM write names
             if len(values) > 1 and not hasattr(namespace, "model"):
                 raise SettingsError(f"{option_string}: name the model before it, or write commas between the values")

@@ -202,9 +202,11 @@ def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:
         return
     if (path := latest(settings)) is not None and (warning := difference(path)) is not None:
         yield Finding(NOTE, "speed", warning, "run it again while nothing else runs on the machine")
+    first = _prefill_seconds(costs, settings)
+    after = f"after {first:.2g} s" if first else "was not measured in time"
     text = (
         f"{1 / one:.0f} tokens/s for one stream, {most / costs.decode.at(most):.0f} for {most}; "
-        f"the first token of a prompt of {LONG_PROMPT:,} after {_prefill_seconds(costs, settings):.2g} s"
+        f"the first token of a prompt of {LONG_PROMPT:,} {after}"
     )
     gap, target = costs.decode.at(most), settings.target_inter_token_latency
     if gap <= target or _is_busy():

@@ -87,7 +87,8 @@ class GGUFFile:
                 self.states.append(file_state(os.fstat(file.fileno())))
                 self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise ModelError(f"{path} cannot be read: {error}.") from error
+            why = error if isinstance(error, OSError) else "it is empty"
+            raise ModelError(f"{path} cannot be read: {why}.") from error
         return _Header(path, self._maps[-1])
 
     def _open_parts(self) -> None:
@@ -297,7 +298,7 @@ class _Header:
         # The only hot loop: a vocabulary and its merges are some 100,000 to 400,000 strings.
         buffer, position, end = self._buffer, self._position, self._end
         if count * 8 > end - position:
-            self._fail(f"it claims {count:,} strings at byte {position:,} and ends before them")
+            self._fail(f"it ends before the {count:,} strings at byte {position:,}; the download may be incomplete")
         length_at = struct.Struct("<Q").unpack_from
         strings = []
         for _ in range(count):

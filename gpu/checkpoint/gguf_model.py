@@ -156,7 +156,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     if architecture not in GGUF_FAMILIES:
         raise ModelError(
             f"{file.path.name} holds a model of architecture {shown(architecture)}; supported in GGUF files are "
-            f"{', '.join(GGUF_FAMILIES)}."
+            f"{', '.join(GGUF_FAMILIES)}. More are served from a Hugging Face directory."
         )
     family = GGUF_FAMILIES[architecture]
     has_experts = any(field.gguf == "expert_count" for field in family.numbers.values())
@@ -170,7 +170,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         is_sigmoid = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
         family = DEEPSEEK_V3 if is_sigmoid else DEEPSEEK_V2
         if file.get("deepseek2.expert_gating_func", int, 1 + is_sigmoid) != 1 + is_sigmoid:
-            raise ModelError(f"{file.path.name}: expert_gating_func contradicts the tensors of the router.")
+            raise ModelError(f"{file.path.name}: expert_gating_func contradicts exp_probs_b.bias. Convert it anew.")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
 

@@ -31,7 +31,7 @@ from gpu.checkpoint.quantized_layers import quantized_checkpoint
 
 _DTYPES = ("float32", "float16", "bfloat16")
 WITH_TRANSFORMERS = (
-    "Others run slowly where transformers is installed: pip install '.[transformers]' in a clone of Headrace."
+    "Many other decoders run, slowly, where transformers is installed: pip install '.[transformers]' in a clone."
 )
 
 
@@ -235,8 +235,8 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
 
 def unknown_architecture(named: object, source: str, others: str) -> ModelError:
     return ModelError(
-        f"{source} is of architecture {named!r:.200}, which is not supported; supported are {', '.join(FAMILIES)}. "
-        + others
+        f"{source} is of architecture {named!r:.200}, which is not supported. {others} "
+        f"Supported are {', '.join(FAMILIES)}."
     )
 
 
@@ -270,7 +270,7 @@ def _rope_scaling(rope: Mapping[str, Any], config: _Fields, family: Architecture
 def longrope(
     numbers: Numbers, longest: int, divisors: Mapping[str, Any], source: str, attention_factor: str = "attention_factor"
 ) -> RopeScaling:
-    """Return a header's longrope scaling, for contexts up to `longest`. `attention_factor` is the factor's key."""
+    """Return the longrope scaling of a file for contexts up to `longest`. `attention_factor` is its key there."""
     factors: list[tuple[float, ...]] = []
     for name in ("short_factor", "long_factor"):
         if not isinstance(values := divisors.get(name), list):
@@ -466,7 +466,7 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
     if by_kind:
         new, found["rope_local_base_freq"] = _of_full_layers(values, new, source)
     elif kind := next((kind for kind in (FULL, SLIDING) if kind in (*new, *old)), None):
-        raise ModelError(f"{source}: {kind} of rope_parameters in config.json is not supported for {family.name}.")
+        raise ModelError(f"{source}: rope_parameters by type of layer ({kind}) are not supported for {family.name}.")
     if by_kind and old.get("type", "default") != "default" and old.get("rope_type") is None:
         raise ModelError(
             f"{source}: type={shown(old['type'])} of rope_scaling in config.json is not read by transformers for "

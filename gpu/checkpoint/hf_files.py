@@ -76,8 +76,8 @@ def _place(path: Path, name: str, entry: Any, quantized: bool) -> tuple[int, int
     if end - begin != math.prod(shape) * sizes[dtype]:
         raise _refused(
             path,
-            f"tensor {shown(name)} of the shape {shape} in {dtype} has {end - begin:,} bytes of data "
-            f"(data_offsets {offsets})",
+            f"tensor {shown(name)} has {end - begin:,} bytes of data (data_offsets {offsets}), but its shape {shape} "
+            f"in {dtype} takes {math.prod(shape) * sizes[dtype]:,}",
         )
     return begin, end, name
 

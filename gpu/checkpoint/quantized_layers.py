@@ -405,7 +405,7 @@ class QuantizedLayer:
         sizes = [*shape, *(state.get(key) for key in ("blocksize", "nested_blocksize")[: 1 + nested])]
         is_offset = not nested or isinstance(state.get("nested_offset"), float)
         if len(shape) != 2 or not is_offset or not all(type(each) is int and 0 < each < 2**24 for each in sizes):
-            raise ModelError(f"{self.name}.{name} must have the shape and blocksize of a matrix, got {shown(text)}.")
+            raise ModelError(f"{self.name}.{name} must name a matrix's shape and its blocksize, got {shown(text)}.")
         return state
 
     def _whole_shape(self) -> tuple[int, int]:

@@ -134,11 +134,11 @@ class Streams(nn.Module):
         )
 
     def split(self, embedded: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [n, T, hidden]"""
+        """Return all streams, [n, T, hidden], for the embedded tokens, [T, hidden]."""
         return torch.stack([embedded, *(_as_large(project(embedded), embedded) for project in self.projections)])
 
     def join(self, streams: torch.Tensor) -> torch.Tensor:
-        """[n, T, hidden] -> [T, hidden]"""
+        """Return the mean of all streams, each scaled as the first: [n, T, hidden] -> [T, hidden]."""
         first, others = streams[0], zip(self.back, streams[1:], strict=True)
         return torch.stack([first, *(_as_large(project(stream), first) for project, stream in others)]).mean(0)
 

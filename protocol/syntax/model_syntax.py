@@ -77,9 +77,9 @@ class ModelSyntax:
         elif not self._form.declares_tools:
             logger.info(
                 "The chat template of %s declares no tools: those of a request are described in the system message, "
-                "in the syntax %s",
+                "and calls begin with %s",
                 name,
-                self._syntax.name,
+                self._syntax.opening,
             )
 
     @property

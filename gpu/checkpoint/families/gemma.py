@@ -325,8 +325,8 @@ def _experts(config: ModelConfig, index: int) -> gemma_layers.ParallelExpertsSpe
 
 
 def _gemma4_rewrite(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return config.json with the rotation of full layers as `rope_proportion`, their heads as `global_head_dim` and
-    `num_global_key_value_heads`, and no numbers of experts if there are none."""
+    """Return config.json with one spelling: `rope_proportion` is the rotated share of full layers, `global_head_dim`
+    and `num_global_key_value_heads` are their heads. Without experts it has no keys of experts."""
     get: Callable[..., Any] = values.get
     check, count = partial(_check, values, source), get("num_hidden_layers")
     for key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):

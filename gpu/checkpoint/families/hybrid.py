@@ -20,7 +20,7 @@ def _part(index: int, name: str, gguf: str, *shape: int, **more: Any) -> archite
 
 # LFM2. Its files name some sizes in several ways.
 def _lfm2_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with this project's keys. transformers makes networks smaller than the file says."""
+    """Return config.json with this project's keys, and with the network's size as transformers adjusts it."""
     inner = values.get("block_ff_dim", values.get("intermediate_size", 12288))
     factor, unit = values.get("block_ffn_dim_multiplier", 1.0), values.get("block_multiple_of", 256)
     are_sizes = all(type(each) is int and 0 < each < 2**24 for each in (inner, unit))

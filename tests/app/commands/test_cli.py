@@ -140,10 +140,9 @@ def test_the_model_needs_no_flag_and_a_second_word_is_refused() -> None:
     assert done.stderr.startswith("error: There is no model 'org/model/file'. A model is one of: ")
     done = run("serve", "org/model", "more", "--port", "9000")
     assert done.stderr == "error: 'more' is not a flag. Only the model is given without a flag: headrace serve MODEL\n"
-    done = run("serve", "org/model", "--model", "org/model")
-    assert done.stderr == "error: --model is given twice. Give it once\n"
-    done = run("serve", "--model", "org/model", "org/model")
-    assert done.stderr == "error: the model is given twice. Give it once\n"
+    twice = "is given twice: '4' and 'org/model'. Is a flag misspelled? Give it once\n"
+    assert run("serve", "--max-num-seq", "4", "--model", "org/model").stderr == f"error: --model {twice}"
+    assert run("serve", "--model", "4", "org/model").stderr == f"error: the model {twice}"
 
 
 SIGNALLED = """

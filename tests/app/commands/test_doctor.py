@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from app.commands.doctor import NOTE, OK, WRONG, _instructions, _network, _other_settings, _packages
+from app.commands.doctor import NOTE, OK, WRONG, _instructions, _network, _other_settings, _packages, _speed
 from app.config.settings import Settings
+from engine.costs.table import StepCostTable
 from gpu.cpu import library
 from gpu.cpu.builds import BUILDS
 from tests.support.tiny_model import write_tiny_model
@@ -119,3 +122,10 @@ def test_a_reader_that_has_enough_is_no_traceback() -> None:
     command.stdout.close()
     _, errors = command.communicate(timeout=60)
     assert (command.returncode, errors) == (141, b"")
+
+
+def test_prompts_that_were_not_measured_are_not_said_to_take_no_time() -> None:
+    costs = StepCostTable.unknown(64, 512)
+    costs.decode.begin(1, 0.01)
+    core: Any = SimpleNamespace(prepare=lambda: False, costs=costs)
+    assert "the first token of a prompt of 1,024 was not measured in time" in next(_speed(core, Settings())).text

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "an architecture that is not supported": (
         {"model": "{}/mamba", "model_impl": "headrace"},
-        ["model: got", "MambaForCausalLM", "supported are LlamaForCausalLM", "smollm2-135m-instruct"],
+        ["model: got", "MambaForCausalLM", "Supported are LlamaForCausalLM", "smollm2-135m-instruct"],
     ),
     "a chat template that does not parse": (
         {"model": "{}/template-error"},

@@ -177,7 +177,7 @@ def test_no_truncation_goes_unseen(tiny):
     ]
     for cut in cuts:
         tiny.write_bytes(whole[:cut])
-        with pytest.raises(ModelError, match=r"m\.gguf"):
+        with pytest.raises(ModelError, match=r"m\.gguf cannot be read: it is empty" if cut == 0 else r"m\.gguf"):
             open_model(str(tiny))
 
 

@@ -203,7 +203,10 @@ def test_rope_scaling_is_read_as_transformers_reads_it(model_type: str, case: st
             ["original_max_position_embeddings=64", "=32"],
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1.0}, ["=1.0", "=0.5"]),
-        ({"rope_parameters": {"full_attention": {}}}, ["full_attention of rope_parameters", "LlamaForCausalLM"]),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            ["rope_parameters by type of layer (full_attention)", "LlamaForCausalLM"],
+        ),
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, ["dtype='bfloat16'", "torch_dtype='float32'"]),
         ({"num_experts": 8, "num_local_experts": 4}, ["num_experts=8", "num_local_experts=4"]),
         ({"model_type": "mistral"}, ["architectures=LlamaForCausalLM", "model_type='mistral'"]),

@@ -289,7 +289,7 @@ def test_bytes_are_no_weights(directory):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\].*supported are LlamaForCausalLM, Mistral"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\].*Supported are LlamaForCausalLM, Mistral"),
         ({"architectures": ...}, "None, which is not supported"),
         ({"hidden_size": ...}, "hidden_size in config.json must be an integer from 1 to 131,072 elements, got None"),
         ({"hidden_size": "big"}, "hidden_size in config.json must be an integer .*, got 'big'"),

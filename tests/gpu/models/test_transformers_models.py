@@ -123,12 +123,12 @@ def test_settings_that_it_cannot_obey_are_refused(arcee: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="quantization"):
         load(arcee, quantization="int8")
     with pytest.raises(
-        ModelError, match=r"ArceeForCausalLM.*supported are LlamaForCausalLM.*pip install '.\[transformers\]'"
+        ModelError, match=r"ArceeForCausalLM.*pip install '.\[transformers\]'.*Supported are LlamaForCausalLM"
     ):
         load(arcee, model_impl="headrace")
     monkeypatch.setattr(transformers_config, "find_spec", lambda _: None)
     with pytest.raises(
-        ModelError, match=r"ArceeForCausalLM.*supported are LlamaForCausalLM.*pip install '.\[transformers\]'"
+        ModelError, match=r"ArceeForCausalLM.*pip install '.\[transformers\]'.*Supported are LlamaForCausalLM"
     ):
         load(arcee)
     with pytest.raises(ModelError, match=r"model_impl=transformers cannot work.*pip install"):

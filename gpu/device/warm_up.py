@@ -57,17 +57,18 @@ def rehearse(
 ) -> None:
     """Run the largest steps of each kind, and report each to `progress`.
 
-    They are: a plain decode; a short chunk of a prompt, and one of up to 64 tokens, for which products with quantized
-    weights have another kernel; the longest chunk; then the whole token budget, divided among
-    the maximum number of requests, all with every sampling feature.
+    They are: a plain decode; chunks of a prompt of 2, 32 and 300 tokens, for which products with quantized weights have
+    other kernels, and the longest; then the whole token budget, divided among the maximum number of requests, all with
+    every sampling feature.
     """
     left, lengths = max_num_batched_tokens, []
     for others in reversed(range(min(sizes.max_num_seqs, max_num_batched_tokens))):
         lengths.append(max(1, min(left - others, sizes.max_model_len)))
         left -= lengths[-1]
     longest = min(max_num_batched_tokens, sizes.max_model_len)
-    chunks = [min(2, longest), max(0, min(64, longest - 2) // 2), 0]
-    chunks[2] = longest - sum(chunks)
+    chunks: list[int] = []
+    for wanted in (2, 32, 300, longest):
+        chunks.append(min(wanted, longest - sum(chunks)))
     names = [f"r{number}" for number in range(len(lengths))]
     everyone = [_request(*pair, sizes, EVERYTHING) for pair in zip(names, lengths, strict=True)]
     plan = SchedulerOutput.made_up

@@ -31,21 +31,26 @@ def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
     least = max(16, triton.next_power_of_2(group))
     if longest is not None and longest * group <= least:
         return least
-    return max(least, 32 if query.dtype == torch.float32 else 128 if row_bytes <= 256 else 64)
+    is_narrow = row_bytes > 256 or capability_of(query.device)[0] in FROM_SHARED_MEMORY
+    return max(least, 32 if query.dtype == torch.float32 else 64 if is_narrow else 128)
 
 
-def tile_and_warps(query: torch.Tensor, block_m: int, converts: bool = False) -> tuple[int, int]:
-    """Return how many keys a program reads at a time and its number of warps, so that no register is spilled
-    (`tests/gpu/test_kernels_compile.py` checks it). Other cards than Hopper and data-center Blackwell keep the operands
+def tile_warps_stages(query: torch.Tensor, block_m: int, converts: bool = False) -> tuple[int, int, int]:
+    """Return how many keys a program reads at a time, its number of warps, and how many reads it starts ahead, so that
+    no register is spilled (`tests/gpu/test_kernels_compile.py` checks it). On Hopper these were the fastest of 36 for
+    chunks of 1,024 tokens (docs/benchmarks/gpu.md). Other cards than Hopper and data-center Blackwell keep the operands
     of matrix instructions in registers, and have room for fewer keys; `converts`: fewer still, since the cache has
     another type than the query.
     """
     row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()
+    stages = 3 if row_bytes <= 256 else 2
     if query.dtype == torch.float32:
-        return 16, 8
-    if block_m >= 64 and capability_of(query.device)[0] not in FROM_SHARED_MEMORY:
-        return 16 if row_bytes > 256 and converts else 32, 8
-    return 64 if row_bytes <= 256 else 32, 8 if block_m >= 128 else 4
+        return 16, 8, stages
+    if block_m < 64:
+        return 64 if row_bytes <= 256 else 32, 4, stages
+    if capability_of(query.device)[0] in FROM_SHARED_MEMORY:
+        return 32, 4, 2
+    return 16 if row_bytes > 256 and converts else 32, 8, stages
 
 
 def paged_prefill(
@@ -67,8 +72,7 @@ def paged_prefill(
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
     block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
-    row_bytes = block_dim * query.element_size()
-    tile, num_warps = tile_and_warps(query, block_m, kv_cache.dtype != query.dtype)
+    tile, num_warps, num_stages = tile_warps_stages(query, block_m, kv_cache.dtype != query.dtype)
     _prefill[(len(blocks), num_kv_heads)](
         out,
         query,
@@ -99,7 +103,7 @@ def paged_prefill(
         BLOCK_DIM=block_dim,
         TILE=tile,
         num_warps=num_warps,
-        num_stages=3 if row_bytes <= 256 else 2,
+        num_stages=num_stages,
     )
 
 

@@ -6,6 +6,7 @@
    which they are exact. Elsewhere FP8 layers round their activations to E4M3, each row of a group with its own scale.
 3. Weights are the left operand: there matrix instructions of Hopper take them from the registers where they are
    unpacked.
+4. Many rows are multiplied by cuBLAS, after the matrix was written to memory in the type of the activations.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from gpu.weights.tensors import QuantizedMatrix
 
 LARGEST_E4M3 = 448.0
 MULTIPLIES_E4M3 = (8, 9)  # the first compute capability that does
-# Up to how many rows; rows and outputs of a program, warps, stages. Chosen by what compiles, not by what was timed.
-TILES = ((16, 16, 32, 4, 6), (64, 64, 64, 4, 4), (2**31, 128, 64, 8, 3))
+# By bits of a number: up to how many rows, and for these the rows and outputs of a program, its warps and stages. Those
+# of integers are the fastest of 200 on an H100, with 28,672 outputs of 4,096 inputs (docs/benchmarks/gpu.md).
+TILES = {
+    4: ((16, 16, 64, 4, 3), (64, 32, 64, 4, 3), (512, 128, 128, 8, 3)),
+    8: ((16, 16, 32, 4, 5), (64, 64, 64, 4, 3), (512, 128, 64, 4, 3)),
+    0: ((16, 16, 32, 4, 6), (64, 64, 64, 4, 4), (2**31, 128, 64, 8, 3)),
+}
+MOST_ROWS = 512  # from here on writing the matrix of integers to memory costs less than unpacking it for each tile
 EXACT_TILE = (16, 16, 4, 2)  # of float32
 
 
@@ -65,11 +72,13 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
         return quantized_linear_reference(x, x_scales, matrix).to(out_type)
     (out_size, in_size), num_rows = matrix.shape, len(x)
     output = torch.empty((num_rows, out_size), dtype=out_type, device=x.device)
+    if matrix.bits and num_rows > MOST_ROWS and x.dtype != torch.float32:
+        return F.linear(x, dequantized(matrix, x.dtype))
     if num_rows:
-        # Cards that keep operands in registers have too few for the largest tile of 4 bits.
-        has_room = matrix.bits != 4 or prefill.capability_of(x.device)[0] in prefill.FROM_SHARED_MEMORY
-        tiles = TILES if has_room else (TILES[0], (TILES[2][0], *TILES[1][1:]))
-        _, rows, outputs, warps, stages = next(tile for tile in tiles if num_rows <= tile[0])
+        tiles = TILES[matrix.bits]
+        if matrix.bits == 4 and prefill.capability_of(x.device)[0] not in prefill.FROM_SHARED_MEMORY:
+            tiles = tiles[:2]  # cards that keep operands in registers have too few for the largest tile
+        _, rows, outputs, warps, stages = next((tile for tile in tiles if num_rows <= tile[0]), tiles[-1])
         if x.dtype == torch.float32:
             rows, outputs, warps, stages = EXACT_TILE
         _quantized_linear[(triton.cdiv(num_rows, rows), triton.cdiv(out_size, outputs))](
@@ -144,18 +153,11 @@ def _quantized_linear(
             group = start // GROUP if GROUP > 0 else 0
             if HAS_X_SCALES:
                 weight = numbers
-            elif BITS == 0:
-                # E4M3 as a float16 with a smaller exponent. The two that are not numbers are in no checkpoint.
-                wide = numbers.to(tl.uint16)
-                weight = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
-                weight = weight.to(x.dtype)
             else:
-                integers = ((numbers >> (4 * half)) & 15 if HALVES == 2 else numbers).to(tl.int16)
+                zero = ZERO
                 if HAS_ZEROS:
-                    zero = tl.load(zeros_ptr + group * out_size + output, mask=in_outputs, other=0)
-                    weight = (integers - zero.to(tl.int16)[:, None]).to(x.dtype)
-                else:
-                    weight = (integers - ZERO).to(x.dtype)
+                    zero = tl.load(zeros_ptr + group * out_size + output, mask=in_outputs, other=0)[:, None]
+                weight = _number(numbers, zero, half, BITS, x.dtype)
             if HAS_X_SCALES:  # Hopper adds up few bits of such products unless it is limited
                 product = tl.dot(weight, x, max_num_imprecise_acc=COLUMNS)
             else:
@@ -172,6 +174,95 @@ def _quantized_linear(
             total *= tl.load(x_scales_ptr + row, mask=in_rows, other=0.0)[None, :]
     target = output_ptr + row.to(tl.int64)[None, :] * out_size + output[:, None]
     tl.store(target, total.to(output_ptr.dtype.element_ty), mask=in_outputs[:, None] & in_rows[None, :])
+
+
+@triton.jit
+def _number(numbers, zero, half: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
+    """Return q - zero, or the number that E4M3 stands for, in kind and exactly.
+
+    An integer in the lowest bits of 128, 1024 or 2 ** 23 in floating point is that much more: no slow conversion.
+    """
+    if BITS == 0:
+        # E4M3 as a float16 with a smaller exponent. The two that are not numbers are in no checkpoint.
+        wide = numbers.to(tl.uint16)
+        number = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
+    else:
+        integers = numbers
+        if BITS == 4:
+            integers = (numbers >> (4 * half)) & 15
+        zeros = tl.zeros([1, 1], tl.uint8) + zero
+        if kind == tl.float16:
+            number = _in_16_bits(integers, 0x6400, tl.float16) - _in_16_bits(zeros, 0x6400, tl.float16)
+        elif kind == tl.bfloat16 and BITS == 4:
+            number = _in_16_bits(integers, 0x4300, tl.bfloat16) - _in_16_bits(zeros, 0x4300, tl.bfloat16)
+        else:
+            number = _in_32_bits(integers) - _in_32_bits(zeros)
+    return number.to(kind)
+
+
+@triton.jit
+def _in_16_bits(integers, large: tl.constexpr, kind: tl.constexpr):
+    return (integers.to(tl.int16) | large).to(kind, bitcast=True)
+
+
+@triton.jit
+def _in_32_bits(integers):
+    return (integers.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+def dequantized(matrix: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return a matrix of integers as [outputs, inputs] in a type of 16 bits, inputs in the order of the columns."""
+    (out_size, in_size), columns = matrix.shape, matrix.columns * (2 if matrix.bits == 4 else 1)
+    output = torch.empty((out_size, in_size), dtype=dtype, device=matrix.numbers.device)
+    _dequantize[(triton.cdiv(in_size, columns), triton.cdiv(out_size, 16))](
+        output,
+        matrix.numbers,
+        matrix.scales,
+        matrix.scales if matrix.zeros is None else matrix.zeros,
+        in_size,
+        out_size,
+        GROUP=matrix.group,
+        BITS=matrix.bits,
+        ZERO=matrix.zero,
+        HAS_ZEROS=matrix.zeros is not None,
+        COLUMNS=matrix.columns,
+        OUTPUTS=16,
+    )
+    return output
+
+
+@triton.jit
+def _dequantize(
+    output_ptr,
+    numbers_ptr,
+    scales_ptr,
+    zeros_ptr,
+    in_size,
+    out_size,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first = tl.program_id(0) * COLUMNS * HALVES
+    in_outputs, column = output < out_size, tl.arange(0, COLUMNS)
+    row = output.to(tl.int64)[:, None]
+    stored = in_outputs[:, None] & (first + column < in_size)[None, :]
+    numbers = tl.load(numbers_ptr + row * (in_size // HALVES) + first // HALVES + column[None, :], mask=stored, other=0)
+    for half in tl.static_range(HALVES):
+        start = first + half * COLUMNS
+        group = start // GROUP if GROUP > 0 else 0
+        zero = ZERO
+        if HAS_ZEROS:
+            zero = tl.load(zeros_ptr + group * out_size + output, mask=in_outputs, other=0)[:, None]
+        scale = tl.load(scales_ptr + group * out_size + output, mask=in_outputs, other=0.0)[:, None]
+        values = _number(numbers, zero, half, BITS, tl.float32) * scale
+        target = output_ptr + row * in_size + start + column[None, :]
+        tl.store(target, values.to(output_ptr.dtype.element_ty), mask=stored)
 
 
 def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,7 +190,7 @@ def packed(bits: int, group: int, *, has_zeros: bool = False) -> QuantizedMatrix
 
 def call_narrow(dtype: torch.dtype) -> None:
     """Products with weights of 4 and 8 bits, for any number of rows, and a cache of 8 bits."""
-    for rows in (1, 64, 512):
+    for rows in (1, 64, 512, 600):
         x = torch.zeros(rows, 4096, dtype=dtype)
         for bits, group in ((4, 128), (8, 0), (0, 128), (0, 0)):
             quantized_linear(x, packed(bits, group, has_zeros=bits == 4))

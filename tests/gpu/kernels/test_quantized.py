@@ -68,7 +68,7 @@ def test_a_matrix_is_packed_to_the_bit(name: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", slow_except([1, 20, 130], 20))
+@pytest.mark.parametrize("rows", slow_except([1, 20, 130, 520], 20))
 @pytest.mark.parametrize("name", slow_except([*OF_INTEGERS, *OF_FP8], "AWQ", "GPTQ 3 bits", "FP8, 128 x 128"))
 @pytest.mark.usefixtures("without_e4m3")
 def test_rows_meet_the_weights_that_a_file_means(name: str, rows: int, dtype: torch.dtype):

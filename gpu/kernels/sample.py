@@ -4,6 +4,11 @@ A token is drawn as the winner of a race: the largest of `logit / temperature - 
 exponential variate E for each token, is distributed as the softmax of `logit / temperature`
 (Gumbel, 1954). Filters only exclude runners, so nothing is normalized.
 
+Three kernels draw. `_race` runs over all chunks of all rows: it finds the largest logit of each chunk and, in rows
+without filters, its winner. `_gather_near` copies the most likely tokens of each chunk of a row with filters; it does
+nothing in other rows. `_finish`, one program per row, finds the winner among the chunks' winners, or finds what the
+filters keep of the copies and holds the race among that.
+
 Promise: the same logits, parameters, seed and position give the same token, in any batch and any row. The sampler for
 CPUs (`gpu.sampling.sampler`) inverts the cumulative distribution at one uniform number instead, which is cheaper there.
 So a seed repeats itself on either kind of device, but gives other tokens on the other kind.
@@ -22,6 +27,8 @@ from gpu.sampling.columns import FILTERS
 from gpu.sampling.draw import cutoffs, random_bits
 
 CHUNK = 4096
+# How many tokens of a row are copied at most; more than the filters of nearly every row keep.
+CAPACITY = 16384
 
 
 def sample_tokens(
@@ -41,39 +48,37 @@ def sample_tokens(
     """
     if not on_triton(logits):
         return sample_tokens_reference(logits, columns, rows, positions)
+    return launch(logits, columns, rows, positions)[:2]
+
+
+def launch(
+    logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw by the kernels. Returns too the lowest logit that each row keeps, float32 [S]; -inf where all are kept."""
     num_rows, vocab_size = logits.shape
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+    levels = torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
-        return token_ids, finite
-    levels = launch_cutoffs(logits, columns, rows)
+        return token_ids, finite, levels
     chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
-    scores = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    highest = torch.empty_like(scores)
-    winners = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    _race[(num_rows, num_chunks)](
-        scores,
-        highest,
-        winners,
-        logits,
-        levels,
-        rows,
-        positions,
-        columns["temperature"],
-        columns["seed"],
-        logits.stride(0),
-        vocab_size,
-        num_chunks,
-        FAST=isinstance(_race, triton.JITFunction),
-        CHUNK=chunk,
-        num_warps=8,
-    )
-    _finish[(num_rows,)](
-        token_ids, finite, scores, highest, winners, num_chunks, BLOCK=triton.next_power_of_2(num_chunks), num_warps=1
-    )
-    return token_ids, finite
+    block = triton.next_power_of_2(num_chunks)
+    width = chunk // block
+    slot = min(chunk, CAPACITY // num_chunks // width * width)
+    results = torch.empty((num_rows, 5, num_chunks), dtype=torch.float32, device=device)
+    near = torch.empty((num_rows, num_chunks, slot), dtype=logits.dtype, device=device)
+    places = torch.empty(near.shape, dtype=torch.int16, device=device)
+    parameters = [columns[name] for name in ("seed", "temperature", "top_k", "top_p", "min_p")]
+    sizes = (logits.stride(0), vocab_size, num_chunks)
+    inputs = (logits, positions, rows, *parameters, *sizes)
+    grid, fast = (num_rows, num_chunks), isinstance(_race, triton.JITFunction)
+    shape = {"CHUNK": chunk, "BLOCK": block, "SLOT": slot}
+    _race[grid](results, *inputs, FAST=fast, CHUNK=chunk, num_warps=8)
+    _gather_near[grid](results, near, places, logits, *sizes, **shape, num_warps=8)
+    _finish[(num_rows,)](token_ids, finite, levels, results, near, places, *inputs, **shape, FAST=fast, num_warps=16)
+    return token_ids, finite, levels
 
 
 def sample_tokens_reference(
@@ -92,17 +97,22 @@ def sample_tokens_reference(
     return scores.nan_to_num(nan=float("-inf")).argmax(-1), highest.isfinite()
 
 
+# The kernels hand on five numbers for each chunk of a row: its largest logit; the row's temperature if it has filters,
+# else 0; then, without filters, its best score and winner (exact: token ids are below 2**24); with filters, the logit
+# from which on all are copied, the mass of the chunk, and how many are copied.
+
+
 @triton.jit
 def _race(
-    scores_ptr,
-    highest_ptr,
-    winners_ptr,
+    results_ptr,
     logits_ptr,
-    levels_ptr,
-    rows_ptr,
     positions_ptr,
-    temperature_ptr,
+    rows_ptr,
     seed_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
     logits_stride,
     vocab_size,
     num_chunks,
@@ -113,38 +123,211 @@ def _race(
     chunk = tl.program_id(1)
     place = tl.load(rows_ptr + row)
     temperature = tl.load(temperature_ptr + place)
-    token_id = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = token_id < vocab_size
-    x = tl.load(logits_ptr + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    top_k = tl.load(top_k_ptr + place)
+    filtered = ((top_k > 0) & (top_k < vocab_size)) | (tl.load(top_p_ptr + place) < 1.0)
+    filtered = (filtered | (tl.load(min_p_ptr + place) > 0.0)) & (temperature > 0)
+    token_id, x = _chunk(logits_ptr + row * logits_stride, chunk, tl.arange(0, CHUNK), vocab_size, num_chunks, CHUNK)
+    target = results_ptr + row * 5 * num_chunks + chunk
     # A number that is not finite wins this maximum, whatever filters and noise say.
-    highest = tl.max(tl.where(x == x, x, float("inf")))
+    tl.store(target, tl.max(tl.where(x == x, x, float("inf"))))
+    tl.store(target + num_chunks, tl.where(filtered, temperature, 0.0))
+    if filtered:
+        return
     score = tl.where(x == x, x, float("-inf"))
     if temperature > 0:
-        level = tl.load(levels_ptr + row)
-        if highest >= level:
-            # All in powers of two. A temperature that is nearly 0 must leave finite logits finite.
-            inverse = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
-            noise = _noise(tl.load(seed_ptr + place), tl.load(positions_ptr + row), token_id, FAST)
-            score = tl.where(x >= level, score * inverse + noise, float("-inf"))
-        else:  # no token of this chunk may win, so none needs noise
-            score = tl.full([CHUNK], float("-inf"), tl.float32)
+        score = _score(score, token_id, temperature, tl.load(seed_ptr + place), tl.load(positions_ptr + row), FAST)
     best = tl.max(score)
-    target = row * num_chunks + chunk
-    tl.store(scores_ptr + target, best)
-    tl.store(highest_ptr + target, highest)
-    tl.store(winners_ptr + target, tl.min(tl.where(score == best, token_id, vocab_size)))  # the lowest of several
+    tl.store(target + 2 * num_chunks, best)
+    winner = tl.min(tl.where(score == best, token_id, vocab_size))  # the lowest of several
+    tl.store(target + 3 * num_chunks, winner.to(tl.float32))
 
 
 @triton.jit
-def _finish(token_ids_ptr, finite_ptr, scores_ptr, highest_ptr, winners_ptr, num_chunks, BLOCK: tl.constexpr):
+def _gather_near(
+    results_ptr,
+    near_ptr,
+    places_ptr,
+    logits_ptr,
+    logits_stride,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    results_ptr += row * 5 * num_chunks
+    temperature = tl.load(results_ptr + num_chunks)
+    highest = tl.max(_of_chunks(results_ptr, 0, num_chunks, float("-inf"), BLOCK))
+    if (temperature == 0) | (highest == float("inf")) | (highest == float("-inf")):
+        return
+    logits_ptr += row * logits_stride
+    _all_ids, x = _chunk(logits_ptr, chunk, tl.arange(0, CHUNK), vocab_size, num_chunks, CHUNK)
+    # Tokens within 16 temperatures of the most likely one (1e-7 of its probability), or as many as fit.
+    threshold = highest - 16.0 * temperature
+    count = tl.sum((x >= threshold).to(tl.int32))
+    if count > SLOT:
+        low = threshold
+        threshold = highest
+        for _look in range(10):
+            middle = low + (threshold - low) * 0.5
+            fits = tl.sum((x >= middle).to(tl.int32)) <= SLOT
+            low = tl.where(fits, low, middle)
+            threshold = tl.where(fits, middle, threshold)
+        count = tl.sum((x >= threshold).to(tl.int32))
+        threshold = tl.where(count <= SLOT, threshold, float("inf"))  # too many tie for the largest
+        count = tl.where(count <= SLOT, count, 0)
+    target = results_ptr + 2 * num_chunks + chunk
+    tl.store(target, threshold)
+    tl.store(target + num_chunks, tl.sum(tl.exp((x - highest) / temperature)))
+    tl.store(target + 2 * num_chunks, count.to(tl.float32))
+    first = (row * num_chunks + chunk) * SLOT
+    PART: tl.constexpr = min(1024, CHUNK)
+    part = tl.arange(0, PART)
+    found = 0
+    for start in range(0, tl.where(count > 0, CHUNK, 0), PART):
+        _part_ids, piece = _chunk(logits_ptr, chunk, start + part, vocab_size, num_chunks, CHUNK)
+        chosen = (piece >= threshold).to(tl.int32)
+        at = found + tl.cumsum(chosen, 0) - 1
+        tl.store(near_ptr + first + at, piece, mask=chosen > 0)
+        tl.store(places_ptr + first + at, (start + part).to(tl.int16), mask=chosen > 0)
+        found += tl.sum(chosen)
+
+
+@triton.jit
+def _finish(
+    token_ids_ptr,
+    finite_ptr,
+    levels_ptr,
+    results_ptr,
+    near_ptr,
+    places_ptr,
+    logits_ptr,
+    positions_ptr,
+    rows_ptr,
+    seed_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    logits_stride,
+    vocab_size,
+    num_chunks,
+    FAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    results_ptr += row * 5 * num_chunks
+    highest = tl.max(_of_chunks(results_ptr, 0, num_chunks, float("-inf"), BLOCK))
+    finite = (highest > float("-inf")) & (highest < float("inf"))
+    tl.store(finite_ptr + row, finite)
+    tl.store(levels_ptr + row, float("-inf"))
+    temperature = tl.load(results_ptr + num_chunks)
+    if (temperature == 0) | (not finite):
+        scores = _of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK)
+        winners = _of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK)
+        winner = tl.min(tl.where(scores == tl.max(scores), winners, vocab_size))
+        tl.store(token_ids_ptr + row, tl.where(temperature == 0, winner, 0.0).to(tl.int64))
+        return
+
+    # A tile with a row for each chunk, which moves along the copies; and one that moves along the whole row.
+    WIDTH: tl.constexpr = CHUNK // BLOCK
+    tile = tl.arange(0, CHUNK)
+    chunk = tile // WIDTH
+    count = tl.load(results_ptr + 4 * num_chunks + chunk, mask=chunk < num_chunks, other=0.0).to(tl.int32)
+    longest = tl.max(count)
+    near = chunk * SLOT + tile % WIDTH
+    left = count - tile % WIDTH
+    rest = vocab_size - tile
+    near_ptr += row * num_chunks * SLOT
+    places_ptr += row * num_chunks * SLOT
+    logits_ptr += row * logits_stride
+    threshold = tl.max(_of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK))  # all from here up are copied
+    under = tl.minimum(threshold, highest)
+    # exp(-104) is zero in float32: logits further below need not be distinguished.
+    bottom = highest - 104.0 * temperature
+
+    # min-p, then top-k: the higher of the two levels.
+    place = tl.load(rows_ptr + row)
+    top_k = tl.load(top_k_ptr + place)
+    top_p = tl.load(top_p_ptr + place)
+    min_p = tl.load(min_p_ptr + place)
+    floor = bottom
+    if min_p > 0:
+        floor = tl.maximum(floor, highest + temperature * tl.log(min_p))
+    if (top_k > 0) & (top_k < vocab_size):
+        needed = top_k.to(tl.float32)
+        if _weigh(near_ptr, near, left, longest, WIDTH, threshold, highest, temperature, False) >= needed:
+            kth = _search(near_ptr, near, left, longest, WIDTH, threshold, highest, needed, highest, temperature, False)
+        else:
+            kth = _search(logits_ptr, tile, rest, vocab_size, CHUNK, bottom, under, needed, highest, temperature, False)
+        floor = tl.maximum(floor, kth)
+
+    # top-p, of what these leave.
+    level = floor
+    if top_p < 1.0:
+        low = tl.maximum(floor, threshold)
+        near_mass = _weigh(near_ptr, near, left, longest, WIDTH, low, highest, temperature, True)
+        if floor >= threshold:
+            needed = top_p * near_mass
+        elif floor == bottom:
+            needed = top_p * tl.sum(_of_chunks(results_ptr, 3, num_chunks, 0.0, BLOCK))
+        else:
+            needed = top_p * _weigh(logits_ptr, tile, rest, vocab_size, CHUNK, floor, highest, temperature, True)
+        if near_mass >= needed:
+            level = _search(near_ptr, near, left, longest, WIDTH, low, highest, needed, highest, temperature, True)
+        else:
+            level = _search(logits_ptr, tile, rest, vocab_size, CHUNK, floor, under, needed, highest, temperature, True)
+    tl.store(levels_ptr + row, level)
+
+    seed = tl.load(seed_ptr + place)
+    position = tl.load(positions_ptr + row)
+    best = tl.full([CHUNK], float("-inf"), tl.float32)
+    winner = tl.zeros([CHUNK], tl.int32) + vocab_size
+    copied = level >= threshold
+    step = tl.where(copied, WIDTH, CHUNK)
+    for start in range(0, tl.where(copied, longest, vocab_size), step):
+        if copied:
+            x = _load(near_ptr, near, left, start)
+            at = tl.load(places_ptr + start + near, mask=start < left, other=0).to(tl.int32)
+            token_id = _token_ids(chunk, at, num_chunks, CHUNK)
+        else:
+            x = _load(logits_ptr, tile, rest, start)
+            token_id = tile + start
+        score = tl.where(x >= level, _score(x, token_id, temperature, seed, position, FAST), float("-inf"))
+        wins = (score > best) | ((score == best) & (token_id < winner))  # the lowest of several
+        best = tl.where(wins, score, best)
+        winner = tl.where(wins, token_id, winner)
+    tl.store(token_ids_ptr + row, tl.min(tl.where(best == tl.max(best), winner, vocab_size)).to(tl.int64))
+
+
+@triton.jit
+def _token_ids(chunk, place, num_chunks, CHUNK: tl.constexpr):
+    """Return the tokens at places of a chunk: every `num_chunks`-th run of 128. Likely tokens are neighbours, as most
+    vocabularies begin with frequent words, but each chunk has the same room for copies."""
+    RUN: tl.constexpr = min(128, CHUNK)
+    return place // RUN * (num_chunks * RUN) + chunk * RUN + place % RUN
+
+
+@triton.jit
+def _chunk(row_ptr, chunk, place, vocab_size, num_chunks, CHUNK: tl.constexpr):
+    token_id = _token_ids(chunk, place, num_chunks, CHUNK)
+    return token_id, tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _of_chunks(results_ptr, number, num_chunks, other, BLOCK: tl.constexpr):
     chunk = tl.arange(0, BLOCK)
-    inside = chunk < num_chunks
-    source = row * num_chunks + chunk
-    best = tl.argmax(tl.load(scores_ptr + source, mask=inside, other=float("-inf")), 0)
-    highest = tl.max(tl.load(highest_ptr + source, mask=inside, other=float("-inf")))
-    tl.store(token_ids_ptr + row, tl.load(winners_ptr + row * num_chunks + best).to(tl.int64))
-    tl.store(finite_ptr + row, (highest > float("-inf")) & (highest < float("inf")))
+    return tl.load(results_ptr + number * num_chunks + chunk, mask=chunk < num_chunks, other=other)
+
+
+@triton.jit
+def _score(x, token_id, temperature, seed, position, FAST: tl.constexpr):
+    # All in powers of two. A temperature that is nearly 0 must leave finite logits finite.
+    return x * (1.4426950408889634 / tl.maximum(temperature, 1e-30)) + _noise(seed, position, token_id, FAST)
 
 
 # ---------------------------------------------------------------------------------------------------------------- noise
@@ -208,48 +391,13 @@ def _finalize(x):
 # -------------------------------------------------------------------------------------------------------------- cutoffs
 # Top-k, top-p and min-p as the lowest logit that a row keeps, found by search instead of by sorting.
 #
-# One program per row. The tokens that matter are rarely more than a few hundred, so the logits within a few
-# temperatures of the largest are first copied next to each other, and the searches run over the copy; the whole row is
-# searched only where the copy does not suffice (a nucleus of thousands of tokens). A search bisects between two logits,
-# and each look moves both ends to logits that occur, so it ends on one, after about as many looks as a logit has
-# significant bits: ten for bfloat16. Sums are made in the same order whatever else is in the batch.
-
-
-# How many logits are copied at most, and the length of a tile.
-CAPACITY = 4096
-# Logits within 16 temperatures of the largest (1e-7 of its probability) are tried first, then within half of it, ...
-FIRST_REACH = 16.0
-MAX_HALVINGS = 3
-# exp(-104) is zero in float32: logits so many temperatures below the largest need not be distinguished.
-NOTHING_BELOW = 104.0
-MAX_LOOKS = 96  # bisection of float32 ends long before; this only bounds what a NaN could do
-
-
-def launch_cutoffs(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return the lowest logit that each row keeps, float32 [S]; -inf where nothing is filtered."""
-    num_rows, vocab_size = logits.shape
-    capacity = min(CAPACITY, triton.next_power_of_2(vocab_size))
-    levels = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    near = torch.empty((num_rows, capacity), dtype=torch.float32, device=logits.device)
-    _cutoffs[(num_rows,)](
-        levels,
-        near,
-        logits,
-        rows,
-        columns["temperature"],
-        columns["top_k"],
-        columns["top_p"],
-        columns["min_p"],
-        logits.stride(0),
-        vocab_size,
-        CAPACITY=capacity,
-        FIRST_REACH=FIRST_REACH,
-        MAX_HALVINGS=MAX_HALVINGS,
-        NOTHING_BELOW=NOTHING_BELOW,
-        MAX_LOOKS=MAX_LOOKS,
-        num_warps=8,
-    )
-    return levels
+# The tokens that matter are rarely more than a few hundred, so the searches run over the copies of `_gather_near`; the
+# whole row is searched only where these do not suffice (a nucleus of more than ten thousand tokens). A search bisects
+# between two logits, and each look moves both ends to logits that occur, so it ends on one, after about as many looks
+# as a logit has significant bits: ten for bfloat16. Sums are made in the same order whatever else is in the batch.
+#
+# Values to search are given as a tile of indices from a pointer on, how many values are left at each of them, where the
+# last value ends, and the step from one tile to the next.
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -264,151 +412,41 @@ def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor],
 
 
 @triton.jit
-def _cutoffs(
-    levels_ptr,
-    near_ptr,
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    logits_stride,
-    vocab_size,
-    CAPACITY: tl.constexpr,
-    FIRST_REACH: tl.constexpr,
-    MAX_HALVINGS: tl.constexpr,
-    NOTHING_BELOW: tl.constexpr,
-    MAX_LOOKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(rows_ptr + row)
-    temperature = tl.load(temperature_ptr + place)
-    top_k = tl.load(top_k_ptr + place)
-    top_p = tl.load(top_p_ptr + place)
-    min_p = tl.load(min_p_ptr + place)
-    tl.store(levels_ptr + row, float("-inf"))
-    if temperature == 0:
-        return
-    if (top_k == 0) & (top_p >= 1.0) & (min_p <= 0.0):
-        return
-
-    row_ptr = logits_ptr + row * logits_stride
-    highest = _highest(row_ptr, vocab_size, CAPACITY)
-    if (highest == float("inf")) | (highest == float("-inf")):  # no draw from this row means anything
-        return
-    bottom = highest - NOTHING_BELOW * temperature
-    near_row_ptr = near_ptr + row * CAPACITY
-    threshold = highest - FIRST_REACH * temperature
-    num_near = _copy_from(near_row_ptr, row_ptr, vocab_size, threshold, CAPACITY)
-    halvings = 0
-    while (num_near > CAPACITY) & (halvings < MAX_HALVINGS):
-        threshold = highest - (highest - threshold) * 0.5
-        num_near = _copy_from(near_row_ptr, row_ptr, vocab_size, threshold, CAPACITY)
-        halvings += 1
-    tl.debug_barrier()  # the copies were made by other threads of this program
-    copied = num_near <= CAPACITY
-
-    # min-p, then top-k: the higher of the two levels.
-    floor = bottom
-    if min_p > 0:
-        floor = tl.maximum(floor, highest + temperature * tl.log(min_p))
-    if (top_k > 0) & (top_k < vocab_size):
-        needed = top_k.to(tl.float32)
-        if copied & (top_k <= num_near):
-            kth = _search(near_row_ptr, num_near, threshold, highest, temperature, needed, False, CAPACITY, MAX_LOOKS)
-        else:
-            kth = _search(row_ptr, vocab_size, bottom, highest, temperature, needed, False, CAPACITY, MAX_LOOKS)
-        floor = tl.maximum(floor, kth)
-
-    # top-p, of what these leave.
-    level = floor
-    if top_p < 1.0:
-        near_mass = 0.0
-        if copied:
-            near_mass = _mass(near_row_ptr, num_near, floor, highest, temperature, CAPACITY)
-        if copied & (floor >= threshold):
-            needed = top_p * near_mass
-        else:
-            needed = top_p * _mass(row_ptr, vocab_size, floor, highest, temperature, CAPACITY)
-        if copied & (near_mass >= needed):
-            low = tl.maximum(floor, threshold)
-            level = _search(near_row_ptr, num_near, low, highest, temperature, needed, True, CAPACITY, MAX_LOOKS)
-        else:
-            level = _search(row_ptr, vocab_size, floor, highest, temperature, needed, True, CAPACITY, MAX_LOOKS)
-    tl.store(levels_ptr + row, level)
+def _load(values_ptr, tile, left, start):
+    return tl.load(values_ptr + start + tile, mask=start < left, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _load(values_ptr, start, count, BLOCK: tl.constexpr):
-    index = start + tl.arange(0, BLOCK)
-    return tl.load(values_ptr + index, mask=index < count, other=float("-inf")).to(tl.float32)
+def _weights(x, level, highest, temperature, BY_MASS: tl.constexpr):
+    """Return 1, or with BY_MASS exp((x - highest) / temperature), for values from `level` up, 0 for others."""
+    return tl.where(x >= level, tl.exp((x - highest) / temperature) if BY_MASS else 1.0, 0.0)
 
 
 @triton.jit
-def _highest(values_ptr, count, BLOCK: tl.constexpr):
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, count, BLOCK):
-        highest = tl.maximum(highest, _load(values_ptr, start, count, BLOCK))
-    return tl.max(highest)
-
-
-@triton.jit
-def _copy_from(target_ptr, values_ptr, count, threshold, CAPACITY: tl.constexpr):
-    """Copy the values from `threshold` up next to each other, up to CAPACITY; return how many such values exist."""
-    found = count * 0
-    for start in range(0, count, CAPACITY):
-        x = _load(values_ptr, start, count, CAPACITY)
-        chosen = (x >= threshold).to(tl.int32)
-        place = found + tl.cumsum(chosen, 0) - 1
-        tl.store(target_ptr + place, x, mask=(chosen > 0) & (place < CAPACITY))
-        found += tl.sum(chosen)
-    return found
-
-
-@triton.jit
-def _mass(values_ptr, count, level, highest, temperature, BLOCK: tl.constexpr):
-    """Return the sum of exp((x - highest) / temperature) over the values from `level` up."""
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, count, BLOCK):
-        x = _load(values_ptr, start, count, BLOCK)
-        mass += tl.where(x >= level, tl.exp((x - highest) / temperature), 0.0)
-    return tl.sum(mass)
+def _weigh(values_ptr, tile, left, end, STEP: tl.constexpr, level, highest, temperature, BY_MASS: tl.constexpr):
+    weight = tl.zeros(tile.shape, tl.float32)
+    for start in range(0, end, STEP):
+        weight += _weights(_load(values_ptr, tile, left, start), level, highest, temperature, BY_MASS)
+    return tl.sum(weight)
 
 
 @triton.jit
 def _search(
-    values_ptr,
-    count,
-    low,
-    high,
-    temperature,
-    needed,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MAX_LOOKS: tl.constexpr,
+    values_ptr, tile, left, end, STEP: tl.constexpr, low, high, needed, highest, temperature, BY_MASS: tl.constexpr
 ):
-    """Return the largest value such that `needed` values, or with BY_MASS this mass, lie from it up; else `low`.
-
-    It lies between `low` and `high`, the largest value of all.
-    """
-    highest = high
+    """Return the largest value such that the values from it up weigh `needed`; else `low`. It is at most `high`."""
     looks = 0
-    while (low < high) & (looks < MAX_LOOKS):
+    while (low < high) & (looks < 96):  # it ends long before; this only bounds what a NaN could do
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)  # adjacent floats have no number between them
-        weight = tl.zeros([BLOCK], tl.float32)
-        above = tl.full([BLOCK], float("inf"), tl.float32)
-        below = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, count, BLOCK):
-            x = _load(values_ptr, start, count, BLOCK)
-            reached = x >= middle
-            if BY_MASS:
-                weight += tl.where(reached, tl.exp((x - highest) / temperature), 0.0)
-            else:
-                weight += reached.to(tl.float32)
-            above = tl.minimum(above, tl.where(reached, x, float("inf")))
-            below = tl.maximum(below, tl.where(reached, float("-inf"), x))
+        weight = tl.zeros(tile.shape, tl.float32)
+        above = tl.full(tile.shape, float("inf"), tl.float32)
+        below = tl.full(tile.shape, float("-inf"), tl.float32)
+        for start in range(0, end, STEP):
+            x = _load(values_ptr, tile, left, start)
+            weight += _weights(x, middle, highest, temperature, BY_MASS)
+            above = tl.minimum(above, tl.where(x >= middle, x, float("inf")))
+            below = tl.maximum(below, tl.where(x >= middle, float("-inf"), x))
         enough = tl.sum(weight) >= needed
         raised = tl.min(above)
         lowered = tl.maximum(tl.max(below), low)

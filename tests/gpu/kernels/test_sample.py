@@ -9,7 +9,7 @@ import torch
 
 from gpu.device.tables import device_columns
 from gpu.kernels import compute_logprobs, sample_tokens
-from gpu.kernels.sample import cutoffs_reference, exponential_noise, launch_cutoffs, sample_tokens_reference
+from gpu.kernels.sample import cutoffs_reference, exponential_noise, launch, sample_tokens_reference
 from tests.selection import slow_except
 
 
@@ -77,7 +77,9 @@ def test_cutoffs_keep_what_sorting_keeps(form):
     rows = [random_row(rng) for _ in range(12)] + [{"top_p": 0.9}, {"top_k": 4500}, {"top_p": 0.999, "top_k": 4400}]
     logits = torch.randn(len(rows), 4700) * torch.tensor([0.1, 1.0, 5.0] * 5).unsqueeze(1)
     columns, places = make_columns(rows), torch.arange(len(rows))
-    levels = launch_cutoffs(logits, columns, places) if form == "kernel" else cutoffs_reference(logits, columns, places)
+    levels = cutoffs_reference(logits, columns, places)
+    if form == "kernel":
+        _, _, levels = launch(logits, columns, places, places)
     for i, row in enumerate(rows):
         probs = (logits[i].double() / row.get("temperature", 1.0)).softmax(0)
         order = probs.argsort(descending=True)
@@ -115,6 +117,64 @@ def test_a_row_draws_the_same_alone_and_in_any_batch_and_at_any_place():
     order = torch.tensor([2, 0, 3, 1])
     shuffled, _ = sample_tokens(logits[order], make_columns(rows), order, torch.tensor(positions)[order])
     assert shuffled.tolist() == [together[i] for i in order]
+
+
+ALIKE = [
+    {"top_k": 3},
+    {"top_k": 1500},
+    {"top_k": 10**6},
+    {"top_p": 0.2},
+    {"top_p": 0.95, "temperature": 1.5},
+    {"min_p": 0.3},
+    {"min_p": 1e-9, "top_p": 0.7},
+    {"top_k": 1500, "top_p": 0.9},
+    {"top_k": 5, "top_p": 1e-6, "min_p": 0.1},
+    {},
+    {"temperature": 0.0, "top_k": 3},
+]
+
+
+@pytest.mark.parametrize(
+    "kind", slow_except(["ties", "all tie", "flat", "one token", "few tokens", "neighbours", "steep"])
+)
+def test_rows_of_every_shape_draw_what_the_reference_does(monkeypatch, kind):
+    monkeypatch.setattr("gpu.kernels.sample.CHUNK", 256)
+    monkeypatch.setattr("gpu.kernels.sample.CAPACITY", 768)  # of 1625, in 7 chunks: flat rows are not copied whole
+    torch.manual_seed(3)
+    vocab_size = 1625
+    normal = torch.randn(vocab_size)
+    row = {
+        "ties": (normal * 2).round(),
+        "all tie": torch.full((vocab_size,), -3.0),
+        "flat": normal * 0.4,
+        "one token": torch.full((vocab_size,), float("-inf")).index_fill(0, torch.tensor(1081), 2.0),
+        "few tokens": normal.masked_fill(torch.rand(vocab_size) > 0.02, float("-inf")),
+        "neighbours": torch.where(torch.arange(vocab_size) < 225, normal + 9, normal),
+        "steep": normal * 30,
+    }[kind]
+    logits = row.bfloat16().repeat(len(ALIKE), 1)
+    rows = [{"seed": 7, **row} for row in ALIKE]
+    places, positions = torch.arange(len(rows)), torch.full((len(rows),), 5)
+    token_ids = draw(logits, rows, positions.tolist())
+    reference, _ = sample_tokens_reference(logits, make_columns(rows), places, positions)
+    assert token_ids == reference.tolist()
+    assert draw(logits[:3], rows[2::-1], [5] * 3) == token_ids[2::-1]
+    assert draw(logits[:1], rows[4:5], [5]) == token_ids[4:5]
+
+
+@pytest.mark.parametrize("dtype", slow_except([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16))
+def test_the_last_token_kept_brings_all_that_tie_with_it(form, dtype):
+    # Three tie for the largest, 40 at each of 100 levels below; the copies of these tokens overflow.
+    levels = torch.arange(4040) // 40
+    logits = torch.cat([torch.full((3,), 8.0), 7.0 - levels / 16, torch.full((900,), -60.0)])[torch.randperm(4943)]
+    rows = [{"top_k": 1}, {"top_k": 3}, {"top_k": 4}, {"top_k": 43}, {"top_k": 44}, {"min_p": math.exp(-1.52)}]
+    columns, places = make_columns(rows), torch.arange(len(rows))
+    logits = logits.to(dtype).repeat(len(rows), 1)
+    kept = cutoffs_reference(logits, columns, places)
+    if form == "kernel":
+        _, _, kept = launch(logits, columns, places, places)
+    counts = [int((row.float() >= level).sum()) for row, level in zip(logits, kept, strict=True)]
+    assert counts == [3, 3, 43, 43, 83, 3 + 9 * 40]
 
 
 def test_seeds_and_positions_draw_independently():

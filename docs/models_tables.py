@@ -28,7 +28,6 @@ from gpu.checkpoint.quantized_rows import TENSOR_TYPES, QuantizedRows
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import load_library
 from gpu.cpu.weights import _AS_THEY_ARE, FORMS, WeightBuffer, pack
-from gpu.model_loader import check_device
 from gpu.sharding import Layout, check_cuts
 from protocol.syntax.registry import SYNTAXES
 from tests.gpu.quantized_checkpoints import FORMATS, compressed
@@ -74,8 +73,7 @@ def _computed(family: Architecture) -> tuple[str, str]:
     config = config_from_hf(values | MODEL_SIZES.get(family.name, {}), source=family.name)
     spec = spec_of(config)
     computes = ["C++" if CPUCausalLM.supports(config) else "torch (CPU)"]
-    if _works(check_device, spec, "cuda:0"):
-        computes.append("CUDA")
+    computes.append("CUDA" if spec.has_kernels else "torch (CUDA)")
     cuts = [("tensor", Layout(tensor_parallel_size=2)), ("pipeline", Layout(pipeline_parallel_size=2))]
     ranks = [name for name, layout in cuts if _works(check_cuts, spec, layout, gathers=True)]
     return ", ".join(computes), ", ".join(ranks) or "no"

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu.checkpoint.architecture import Heads
 from gpu.kernels import AttentionWork, list_attention_work, paged_attention, rope_and_cache
@@ -144,7 +146,9 @@ class TorchAttention:
         added to them, and `sinks` are an additional column."""
         scale, softcap = self.heads.scale, self.heads.softcap
         if softcap is None and sinks is None and query.ndim == 4:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+            # On CUDA, faster algorithms read masks from aligned addresses, and a slice of a band may begin anywhere.
+            with sdpa_kernel(SDPBackend.MATH) if query.is_cuda else nullcontext():
+                return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         scores = (query @ key.transpose(-1, -2)).float().mul_(scale / (softcap or 1.0))
         if softcap is not None:
             scores = scores.tanh_().mul_(softcap)

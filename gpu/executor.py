@@ -48,7 +48,7 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
     `Worker`'s arguments for one of several ranks."""
     device = resolve_device(options.device)
     spec = rank_spec(files.config, options, device, layout)
-    if files.quantized is not None and device != "cpu":
+    if files.quantized is not None and device != "cpu" and spec.has_kernels:
         from gpu.models.torch_model import resolve_dtype
 
         spec = replace(spec, keeps_packed=resolve_dtype(options.dtype, files.config, device).itemsize == 2)

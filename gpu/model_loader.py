@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
-from gpu.checkpoint.architecture import DecoderSpec, LatentAttentionSpec, StateSpec
+from gpu.checkpoint.architecture import DecoderSpec
 from gpu.checkpoint.families.table import spec_of
-from gpu.checkpoint.gemma_layers import NormedAttentionSpec
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
@@ -108,8 +107,8 @@ def load_model(
     has_few_bits = library is not None or spec.keeps_packed
     check_weights_fit(spec, free_memory(device), 4 if has_few_bits else _torch_bits(config, options, device))
     check_quantization(options, library, device)
-    check_device(spec, device)
-    check_kv_cache_dtype(options, library, device)
+    check_ranks(spec, device, communicator is not None)
+    check_kv_cache_dtype(options, library, device, spec.has_kernels)
     if library is not None:
         return CPUCausalLM(
             library,
@@ -160,16 +159,12 @@ def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Lib
     return load_library() if CPUCausalLM.supports(config) else None
 
 
-def check_device(spec: DecoderSpec, device: str) -> None:
-    """Raise ConfigError if the model has layers that the device's kernels do not compute."""
-    kinds = {
-        "models with latent attention": LatentAttentionSpec,
-        "models with states": StateSpec,
-        "Gemma 3n and 4": NormedAttentionSpec,
-    }
-    for kind, attention in kinds.items():
-        if device != "cpu" and any(isinstance(each.attention, attention) for each in spec.layers):
-            raise ConfigError("device", device, allowed=f"{kind} run on the CPU only", hint="device=cpu works")
+def check_ranks(spec: DecoderSpec, device: str, has_tensor_ranks: bool) -> None:
+    """Raise ConfigError if the model is divided among ranks on a device without kernels for it."""
+    is_stage = spec.embedding is None or spec.norm is None
+    if device != "cpu" and not spec.has_kernels and (has_tensor_ranks or is_stage):
+        allowed = "models with latent attention or states, and Gemma 3n and 4, have one rank on CUDA"
+        raise ConfigError("device", device, allowed=allowed, hint="device=cpu works, and there several ranks")
 
 
 def check_quantization(options: WorkerOptions, library: Library | None, device: str) -> None:
@@ -185,12 +180,12 @@ def check_quantization(options: WorkerOptions, library: Library | None, device: 
     )
 
 
-def check_kv_cache_dtype(options: WorkerOptions, library: Library | None, device: str) -> None:
+def check_kv_cache_dtype(options: WorkerOptions, library: Library | None, device: str, has_kernels: bool) -> None:
     """Raise ConfigError if what computes cannot keep keys and values in the type that the options ask for."""
     if options.kv_cache_dtype == "auto" or (options.kv_cache_dtype == "int8" and library is not None):
         return
-    found = f"here {'torch' if library is None else 'the library'} computes on the CPU"
-    if device != "cpu":
+    found = f"here {'torch' if library is None else 'the library'} computes on {device}"
+    if device != "cpu" and has_kernels:
         import torch
 
         from gpu.kernels import prefill
@@ -202,8 +197,8 @@ def check_kv_cache_dtype(options: WorkerOptions, library: Library | None, device
     raise ConfigError(
         "kv_cache_dtype",
         options.kv_cache_dtype,
-        allowed="fp8 needs a CUDA device of compute capability 8.9 (Ada, Hopper) or later, and int8 a CPU with the C++ "
-        f"library; {found}",
+        allowed="fp8 needs kernels of a CUDA device of compute capability 8.9 (Ada, Hopper) or later, and int8 a CPU "
+        f"with the C++ library; {found}",
         hint="kv_cache_dtype=auto works",
     )
 

@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.messages import ModelFacts
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.model_files import Progress, no_progress
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
@@ -58,10 +59,11 @@ class Worker:
         that the rank could have, and returns the one that all ranks can. `progress` is called during the warm-up.
         """
         self.device = use_device(options.device)
-        if config.transformers_dir is not None:
+        if not (spec or spec_of(config)).has_kernels:
             options = replace(options, runner="host")
         self._on_cuda = self.device != "cpu"
         self._num_threads = options.num_threads or usable_cores()
+        self._vocab_size = config.vocab_size
         self._entered = threading.local()
         model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links
@@ -91,7 +93,7 @@ class Worker:
         self.facts = structs.replace(self.facts, state_bytes=size.state_bytes, num_checkpoints=size.num_checkpoints)
         model.set_max_model_len(self.kv_cache_size.max_model_len)
         self.kv_caches: Sequence[Any] = ()
-        self.runner = self._make_runner(model, options)
+        self.runner = self._make_runner(model, options, progress)
         num_places = self.kv_cache_size.num_blocks // len(self.facts.kv_windows)
         room = min(num_places * options.block_size, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
         self.perplexity: Perplexity | None = None
@@ -137,7 +139,7 @@ class Worker:
 
             release()
 
-    def _make_runner(self, model: ServedModel, options: WorkerOptions) -> Runner:
+    def _make_runner(self, model: ServedModel, options: WorkerOptions, progress: Progress) -> Runner:
         size, num_groups = self.kv_cache_size, len(self.facts.kv_windows)
         has_states = size.state_bytes > 0
         sizes = BatchSizes(options.max_num_seqs, size.max_model_len, options.block_size, num_groups, has_states)
@@ -149,7 +151,12 @@ class Worker:
                 assert isinstance(model, TorchModel)
                 model.allocate_states(size.num_states + size.num_checkpoints)
             self.kv_caches = model.kv_caches
-            return ModelRunner(model, sizes, self._links, model.shards)
+            host_runner = ModelRunner(model, sizes, self._links, model.shards)
+            if self._on_cuda and self._links == NO_LINKS:
+                from gpu.device.warm_up import rehearse
+
+                rehearse(host_runner, sizes, options.max_num_batched_tokens, self._vocab_size, progress)
+            return host_runner
         from gpu.device.runner import make_device_runner
         from gpu.models.torch_model import TorchModel
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from gpu.checkpoint.config import HeaderField, ModelConfig, RopeScaling
 
@@ -134,12 +134,15 @@ class AttentionSpec:
     rope: Rope
     sinks: Part | None = None
     norm_together: bool = False
+    has_kernel: ClassVar[bool] = True  # for CUDA devices, see `DecoderSpec.has_kernels`
 
 
 @dataclass(frozen=True)
 class GatedAttentionSpec(AttentionSpec):
     """Attention with its output multiplied by the sigmoid of a gate (Qiu et al., arXiv:2505.06708). The first
     projection has, for each query head, the query and then the gate."""
+
+    has_kernel: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,7 @@ class LatentAttentionSpec(AttentionSpec):
     `qkv` are the projections to queries, to latents and the rotated key, and from latents to each head's key and value.
     """
 
+    has_kernel: ClassVar[bool] = False
     latent_norm: RMSNormSpec
     query_latent: tuple[Part, RMSNormSpec] | None  # queries are projected from this normalized projection
     interleaved: bool  # the two numbers of a rotating pair are adjacent, else half of the rotating numbers apart
@@ -161,12 +165,15 @@ class LatentAttentionSpec(AttentionSpec):
 class ForeignAttentionSpec(AttentionSpec):
     """Attention in a layer that transformers computes. Only the numbers of key heads and their size are known."""
 
+    has_kernel: ClassVar[bool] = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
     """A layer with a state for each request instead of keys and values: each channel passes a causal convolution over
     its latest tokens. A state is float32 and starts as zero: a `memory`, then the latest inputs of the convolution."""
 
+    has_kernel: ClassVar[bool] = False
     projections: tuple[Part, ...]
     conv: tuple[Part, ...]  # each [channels, 1, tokens]
     out: Part
@@ -330,6 +337,12 @@ class DecoderSpec:
     keeps_packed: bool = False  # linear layers of a quantized checkpoint stay as they are stored, where a kernel can
     per_layer: Any = None  # a `gemma_layers.PerLayerEmbeddingSpec`, if each layer has an embedding
     streams: Any = None  # a `gemma_layers.StreamsSpec`, if there are several residual streams
+
+    @property
+    def has_kernels(self) -> bool:
+        """True if attention of every layer has a kernel for CUDA devices. Otherwise torch's operations compute there,
+        without CUDA graphs, and the batch is kept on the host."""
+        return all(layer.attention.has_kernel for layer in self.layers)
 
     @property
     def linear_weights(self) -> frozenset[str]:

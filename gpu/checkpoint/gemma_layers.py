@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpu.checkpoint.architecture import AttentionSpec, GeGLUSpec, LayerSpec, MoESpec, Part, RMSNormSpec
 
@@ -12,6 +13,8 @@ class NormedAttentionSpec(AttentionSpec):
     """Attention of Gemma 3n and 4: values pass a norm without weights. Where values are the keys before their norm and
     rotation, `qkv` has two parts. Where a layer reads the keys and values of another (`ModelConfig.source`), `qkv` and
     `qk_norm` have those of queries only."""
+
+    has_kernel: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,9 @@ class RMSNorm(nn.Module):
         self.weight = place.parameter(*self.shape, dtype=_dtype(spec, place))
 
     def forward(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size]."""
-        if on_triton(residual):
+        """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size], or of more
+        dimensions, for which there is no kernel."""
+        if on_triton(residual) and residual.ndim == 2:
             return add_rms_norm(residual, delta, self.weight, self.eps)
         if delta is not None:
             residual.add_(delta)

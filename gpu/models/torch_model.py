@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from engine.errors import ConfigError
 from gpu.attention import AttentionMetadata, TorchAttention, TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.families.table import spec_of
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import Threads, draw, load_library
 from gpu.host import has_bfloat16_instructions
@@ -25,6 +27,8 @@ from gpu.sampling import draw as numpy_draw
 from gpu.sampling.draw import Shards, largest
 from gpu.sharding import Communicator, vocabulary
 from gpu.weights.tensors import as_tensors
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -153,7 +157,9 @@ def load_torch_model(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     place, kind = torch.device(device), resolve_dtype(dtype, config, device)
-    attention = partial(TritonAttention if place.type == "cuda" else TorchAttention, block_size=block_size)
+    spec = spec or spec_of(config)
+    on_kernels = place.type == "cuda" and spec.has_kernels
+    attention = partial(TritonAttention if on_kernels else TorchAttention, block_size=block_size)
     if isinstance(communicator, SharedMemoryCommunicator):
         communicator = SharedTensors(communicator)
     model = CausalLM(
@@ -167,7 +173,11 @@ def load_torch_model(
     )
     model.load_weights(as_tensors(weights))
     kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kind
-    return TorchModel(model, kind, place, block_size=block_size, kv_dtype=kv_dtype)
+    served = TorchModel(model, kind, place, block_size=block_size, kv_dtype=kv_dtype)
+    if place.type == "cuda" and not on_kernels:
+        served.forms = f"{served.forms.removesuffix(')')}'s operations without CUDA graphs, the slow path)"
+        logger.warning("%s has layers without a CUDA kernel. What computes it: %s", config.architecture, served.forms)
+    return served
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:

@@ -16,7 +16,9 @@ from gpu.checkpoint import ModelError, open_model
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.kv_cache import kv_cache_size
-from gpu.model_loader import check_device
+from gpu.model_loader import check_kv_cache_dtype, check_ranks
+from gpu.runner.runner import WorkerOptions
+from gpu.sharding import Layout, sharded
 from gpu.weights.reading import floats, read_weights
 from tests.gpu.checkpoint.test_dense_files import assert_gives, made, saved
 from tests.gpu.deepseek_models import DEEPSEEK, DEEPSEEK_NAMES, LATENT
@@ -141,8 +143,16 @@ def test_a_configuration_that_cannot_be_run_says_why(values, message):
         config_from_hf(values, source="deepseek")
 
 
-def test_latent_attention_is_refused_on_cuda_by_name():
+def test_several_ranks_with_latent_attention_are_refused_on_cuda_by_name():
     spec = spec_of(config_from_hf(published("deepseek-v3"), source="v3"))
-    check_device(spec, "cpu")
-    with pytest.raises(ConfigError, match="device is cuda:0: models with latent attention run on the CPU only"):
-        check_device(spec, "cuda:0")
+    for device, has_tensor_ranks in (("cpu", True), ("cuda:0", False)):
+        check_ranks(spec, device, has_tensor_ranks)
+    stage = sharded(spec, Layout(pipeline_parallel_size=2), gathers=False)
+    for part, has_tensor_ranks in ((spec, True), (stage, False)):
+        with pytest.raises(ConfigError, match="models with latent attention or states.* have one rank on CUDA"):
+            check_ranks(part, "cuda:0", has_tensor_ranks)
+
+
+def test_fp8_keys_and_values_without_kernels_are_refused_by_name():
+    with pytest.raises(ConfigError, match="kv_cache_dtype is fp8.* here torch computes on cuda:0"):
+        check_kv_cache_dtype(WorkerOptions(kv_cache_dtype="fp8"), None, "cuda:0", has_kernels=False)

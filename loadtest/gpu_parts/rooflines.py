@@ -27,12 +27,12 @@ class Card:
 
 
 def measure_card(timer: Timer, dtype: torch.dtype, *, copy_bytes: int, matrix_size: int) -> Card:
-    """Measure the ceilings on random data: zeros can be faster than real data."""
+    """Measure the ceilings on random data: zeros can be faster than real data. A graph's copies are slower."""
     source = torch.randn(copy_bytes // dtype.itemsize, device=timer.device).to(dtype)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / timer.seconds(lambda: target.copy_(source))
+    bandwidth = 2 * source.nbytes / timer.seconds(lambda: target.copy_(source), replayed=False)
     a, b = (torch.randn(matrix_size, matrix_size, device=timer.device).to(dtype) for _ in range(2))
-    return Card(bandwidth, 2 * matrix_size**3 / timer.seconds(lambda: a @ b))
+    return Card(bandwidth, 2 * matrix_size**3 / timer.seconds(lambda: a @ b, replayed=False))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -21,8 +22,9 @@ class Timer:
         self.on_cuda = device.type == "cuda"
         self._flush = torch.empty(FLUSH_BYTES if self.on_cuda else 1, dtype=torch.uint8, device=device)
 
-    def seconds(self, function: Callable[[], object]) -> float:
-        """The median. The first calls compile and choose algorithms, and are not counted."""
+    def seconds(self, function: Callable[[], object], *, replayed: bool = True) -> float:
+        """Return the median. The first calls compile and choose algorithms, and are not counted. `replayed`: as a CUDA
+        graph, as steps are, so that the host's launches do not count."""
         for _ in range(3 if self.on_cuda else 1):
             function()
         self.synchronize()
@@ -31,23 +33,22 @@ class Timer:
         self.synchronize()
         estimate = time.perf_counter() - started
         runs = min(max(int(SECONDS_PER_MEASURE / max(estimate, 1e-6)), MIN_RUNS), MAX_RUNS)
-        return self._on_cuda(function, runs) if self.on_cuda else self._on_cpu(function, MIN_RUNS)
+        return self._on_cuda(function, runs, replayed) if self.on_cuda else self._on_cpu(function, MIN_RUNS)
 
     def synchronize(self) -> None:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
-    def _on_cuda(self, function: Callable[[], object], runs: int) -> float:
-        """Return the time between two events of the device. The function is replayed as a CUDA graph, as steps are, so
-        that the host's launches do not count. What cannot be captured is launched while the device empties its
-        cache, and counts the host's time beyond that."""
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                function()
-            function = graph.replay
-        except RuntimeError:
-            self.synchronize()
+    def _on_cuda(self, function: Callable[[], object], runs: int, replayed: bool) -> float:
+        """Return the time between two events of the device. Without a graph, or where none can be captured, the
+        function is launched while the device empties its cache, and the host's time beyond that counts."""
+        with suppress(RuntimeError):
+            if replayed:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    function()
+                function = graph.replay
+        self.synchronize()
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
         for start, end in events:
             self._flush.zero_()

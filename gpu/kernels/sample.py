@@ -240,8 +240,7 @@ def _finish(
     count = tl.load(results_ptr + 4 * num_chunks + chunk, mask=chunk < num_chunks, other=0.0).to(tl.int32)
     longest = tl.max(count)
     near = chunk * SLOT + tile % WIDTH
-    left = count - tile % WIDTH
-    rest = vocab_size - tile
+    ends = chunk * SLOT + count
     near_ptr += row * num_chunks * SLOT
     places_ptr += row * num_chunks * SLOT
     logits_ptr += row * logits_stride
@@ -260,27 +259,31 @@ def _finish(
         floor = tl.maximum(floor, highest + temperature * tl.log(min_p))
     if (top_k > 0) & (top_k < vocab_size):
         needed = top_k.to(tl.float32)
-        if _weigh(near_ptr, near, left, longest, WIDTH, threshold, highest, temperature, False) >= needed:
-            kth = _search(near_ptr, near, left, longest, WIDTH, threshold, highest, needed, highest, temperature, False)
+        if _weigh(near_ptr, near, ends, longest, WIDTH, threshold, highest, temperature, False) >= needed:
+            kth = _search(near_ptr, near, ends, longest, WIDTH, threshold, highest, needed, highest, temperature, False)
         else:
-            kth = _search(logits_ptr, tile, rest, vocab_size, CHUNK, bottom, under, needed, highest, temperature, False)
+            kth = _search(
+                logits_ptr, tile, vocab_size, vocab_size, CHUNK, bottom, under, needed, highest, temperature, False
+            )
         floor = tl.maximum(floor, kth)
 
     # top-p, of what these leave.
     level = floor
     if top_p < 1.0:
         low = tl.maximum(floor, threshold)
-        near_mass = _weigh(near_ptr, near, left, longest, WIDTH, low, highest, temperature, True)
+        near_mass = _weigh(near_ptr, near, ends, longest, WIDTH, low, highest, temperature, True)
         if floor >= threshold:
             needed = top_p * near_mass
         elif floor == bottom:
             needed = top_p * tl.sum(_of_chunks(results_ptr, 3, num_chunks, 0.0, BLOCK))
         else:
-            needed = top_p * _weigh(logits_ptr, tile, rest, vocab_size, CHUNK, floor, highest, temperature, True)
+            needed = top_p * _weigh(logits_ptr, tile, vocab_size, vocab_size, CHUNK, floor, highest, temperature, True)
         if near_mass >= needed:
-            level = _search(near_ptr, near, left, longest, WIDTH, low, highest, needed, highest, temperature, True)
+            level = _search(near_ptr, near, ends, longest, WIDTH, low, highest, needed, highest, temperature, True)
         else:
-            level = _search(logits_ptr, tile, rest, vocab_size, CHUNK, floor, under, needed, highest, temperature, True)
+            level = _search(
+                logits_ptr, tile, vocab_size, vocab_size, CHUNK, floor, under, needed, highest, temperature, True
+            )
     tl.store(levels_ptr + row, level)
 
     seed = tl.load(seed_ptr + place)
@@ -291,11 +294,11 @@ def _finish(
     step = tl.where(copied, WIDTH, CHUNK)
     for start in range(0, tl.where(copied, longest, vocab_size), step):
         if copied:
-            x = _load(near_ptr, near, left, start)
-            at = tl.load(places_ptr + start + near, mask=start < left, other=0).to(tl.int32)
+            x = _load(near_ptr, near, ends, start)
+            at = tl.load(places_ptr + start + near, mask=start + near < ends, other=0).to(tl.int32)
             token_id = _token_ids(chunk, at, num_chunks, CHUNK)
         else:
-            x = _load(logits_ptr, tile, rest, start)
+            x = _load(logits_ptr, tile, vocab_size, start)
             token_id = tile + start
         score = tl.where(x >= level, _score(x, token_id, temperature, seed, position, FAST), float("-inf"))
         wins = (score > best) | ((score == best) & (token_id < winner))  # the lowest of several
@@ -396,8 +399,8 @@ def _finalize(x):
 # between two logits, and each look moves both ends to logits that occur, so it ends on one, after about as many looks
 # as a logit has significant bits: ten for bfloat16. Sums are made in the same order whatever else is in the batch.
 #
-# Values to search are given as a tile of indices from a pointer on, how many values are left at each of them, where the
-# last value ends, and the step from one tile to the next.
+# Values to search are given as a tile of indices from a pointer on, the index where the values of each end, how far the
+# tile moves in all, and how far at a step.
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -412,8 +415,9 @@ def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor],
 
 
 @triton.jit
-def _load(values_ptr, tile, left, start):
-    return tl.load(values_ptr + start + tile, mask=start < left, other=float("-inf")).to(tl.float32)
+def _load(values_ptr, tile, ends, start):
+    index = start + tile
+    return tl.load(values_ptr + index, mask=index < ends, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -423,16 +427,16 @@ def _weights(x, level, highest, temperature, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _weigh(values_ptr, tile, left, end, STEP: tl.constexpr, level, highest, temperature, BY_MASS: tl.constexpr):
+def _weigh(values_ptr, tile, ends, end, STEP: tl.constexpr, level, highest, temperature, BY_MASS: tl.constexpr):
     weight = tl.zeros(tile.shape, tl.float32)
     for start in range(0, end, STEP):
-        weight += _weights(_load(values_ptr, tile, left, start), level, highest, temperature, BY_MASS)
+        weight += _weights(_load(values_ptr, tile, ends, start), level, highest, temperature, BY_MASS)
     return tl.sum(weight)
 
 
 @triton.jit
 def _search(
-    values_ptr, tile, left, end, STEP: tl.constexpr, low, high, needed, highest, temperature, BY_MASS: tl.constexpr
+    values_ptr, tile, ends, end, STEP: tl.constexpr, low, high, needed, highest, temperature, BY_MASS: tl.constexpr
 ):
     """Return the largest value such that the values from it up weigh `needed`; else `low`. It is at most `high`."""
     looks = 0
@@ -443,7 +447,7 @@ def _search(
         above = tl.full(tile.shape, float("inf"), tl.float32)
         below = tl.full(tile.shape, float("-inf"), tl.float32)
         for start in range(0, end, STEP):
-            x = _load(values_ptr, tile, left, start)
+            x = _load(values_ptr, tile, ends, start)
             weight += _weights(x, middle, highest, temperature, BY_MASS)
             above = tl.minimum(above, tl.where(x >= middle, x, float("inf")))
             below = tl.maximum(below, tl.where(x >= middle, float("-inf"), x))

@@ -170,13 +170,14 @@ def _gather_near(
     if count > SLOT:
         low = threshold
         threshold = highest
-        for _look in range(10):
+        for _look in range(6):  # to a quarter of a temperature
             middle = low + (threshold - low) * 0.5
-            fits = tl.sum((x >= middle).to(tl.int32)) <= SLOT
+            reached = tl.sum((x >= middle).to(tl.int32))
+            fits = reached <= SLOT
             low = tl.where(fits, low, middle)
             threshold = tl.where(fits, middle, threshold)
-        count = tl.sum((x >= threshold).to(tl.int32))
-        threshold = tl.where(count <= SLOT, threshold, float("inf"))  # too many tie for the largest
+            count = tl.where(fits, reached, count)
+        threshold = tl.where(count <= SLOT, threshold, float("inf"))  # too many are about as likely as the first
         count = tl.where(count <= SLOT, count, 0)
     target = results_ptr + 2 * num_chunks + chunk
     tl.store(target, threshold)

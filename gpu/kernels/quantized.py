@@ -29,9 +29,9 @@ MULTIPLIES_E4M3 = (8, 9)  # the first compute capability that does
 TILES = {
     4: ((16, 16, 64, 4, 3), (64, 32, 64, 4, 3), (512, 128, 128, 8, 3)),
     8: ((16, 16, 32, 4, 5), (64, 64, 64, 4, 3), (512, 128, 64, 4, 3)),
-    0: ((16, 16, 32, 4, 6), (64, 64, 64, 4, 4), (2**31, 128, 64, 8, 3)),
+    0: ((16, 16, 32, 4, 6), (64, 64, 64, 4, 4), (512, 128, 64, 8, 3)),
 }
-MOST_ROWS = 512  # from here on writing the matrix of integers to memory costs less than unpacking it for each tile
+MOST_ROWS = 512  # for more, writing the matrix to memory costs less than unpacking it for each tile
 EXACT_TILE = (16, 16, 4, 2)  # of float32
 
 
@@ -70,10 +70,12 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
         x, x_scales = quantize_rows(x, matrix.group)
     if not on_triton(x):
         return quantized_linear_reference(x, x_scales, matrix).to(out_type)
-    (out_size, in_size), num_rows = matrix.shape, len(x)
+    (out_size, in_size), num_rows, halves = matrix.shape, len(x), 2 if matrix.bits == 4 else 1
+    if num_rows > MOST_ROWS and out_type != torch.float32:
+        if x_scales is not None:  # the rounded activations, as numbers of 16 bits
+            x = (x.float() * x_scales.repeat_interleave(matrix.group or in_size, 1)[:, :in_size]).to(out_type)
+        return F.linear(x, dequantized(matrix, out_type))
     output = torch.empty((num_rows, out_size), dtype=out_type, device=x.device)
-    if matrix.bits and num_rows > MOST_ROWS and x.dtype != torch.float32:
-        return F.linear(x, dequantized(matrix, x.dtype))
     if num_rows:
         tiles = TILES[matrix.bits]
         if matrix.bits == 4 and prefill.capability_of(x.device)[0] not in prefill.FROM_SHARED_MEMORY:
@@ -96,8 +98,9 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
             ZERO=matrix.zero,
             HAS_ZEROS=matrix.zeros is not None,
             HAS_X_SCALES=x_scales is not None,
-            HALVES=2 if matrix.bits == 4 else 1,
+            HALVES=halves,
             COLUMNS=matrix.columns,
+            WHOLE=in_size % (halves * matrix.columns) == 0,
             ROWS=rows,
             OUTPUTS=outputs,
             num_warps=warps,
@@ -132,6 +135,7 @@ def _quantized_linear(
     HAS_X_SCALES: tl.constexpr,
     HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -144,7 +148,9 @@ def _quantized_linear(
     num_groups = tl.cdiv(in_size, GROUP) if GROUP > 0 else 1
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for first in range(0, in_size, COLUMNS * HALVES):
-        stored = in_outputs[:, None] & (first + column < in_size)[None, :]
+        stored = in_outputs[:, None]
+        if not WHOLE:
+            stored &= (first + column < in_size)[None, :]
         numbers = tl.load(numbers_ptrs + first // HALVES, mask=stored, other=0.0 if HAS_X_SCALES else 0)
         for half in tl.static_range(HALVES):
             start = first + half * COLUMNS
@@ -211,7 +217,7 @@ def _in_32_bits(integers):
 
 
 def dequantized(matrix: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Return a matrix of integers as [outputs, inputs] in a type of 16 bits, inputs in the order of the columns."""
+    """Return [outputs, inputs] in a type of 16 bits, inputs in the order of the columns."""
     (out_size, in_size), columns = matrix.shape, matrix.columns * (2 if matrix.bits == 4 else 1)
     output = torch.empty((out_size, in_size), dtype=dtype, device=matrix.numbers.device)
     _dequantize[(triton.cdiv(in_size, columns), triton.cdiv(out_size, 16))](

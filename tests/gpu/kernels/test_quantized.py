@@ -15,7 +15,7 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.quantized_layers import QuantizedLayer, quantized_checkpoint
 from gpu.checkpoint.quantized_rows import PackedRows
 from gpu.kernels import prefill
-from gpu.kernels.quantized import QuantizedLinear, quantize_rows, quantized_linear
+from gpu.kernels.quantized import MOST_ROWS, QuantizedLinear, quantize_rows, quantized_linear
 from gpu.models.decoder import CausalLM
 from gpu.models.layers import Linear
 from gpu.sharding import Layout, sharded
@@ -79,7 +79,7 @@ def test_rows_meet_the_weights_that_a_file_means(name: str, rows: int, dtype: to
     torch.testing.assert_close(quantized_linear(x, matrix).double(), wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("rows", slow_except([1, 20, 70], 20))
+@pytest.mark.parametrize("rows", slow_except([1, 20, 70, 520], 20))
 @pytest.mark.parametrize("name", slow_except(OF_FP8, "FP8, 128 x 128", "compressed-tensors FP8, per channel"))
 @pytest.mark.usefixtures("right_e4m3")
 def test_activations_of_fp8_are_rounded_by_row_and_group(name: str, rows: int):
@@ -93,7 +93,8 @@ def test_activations_of_fp8_are_rounded_by_row_and_group(name: str, rows: int):
     meant_x = rounded.double() * scales.repeat_interleave(size, 1)[:, :192]
     assert ((meant_x - x).abs() <= x.abs() / 15 + 2**-9 * scales.max()).all()
     wanted = meant_x @ meant.double().T
-    torch.testing.assert_close(quantized_linear(x, matrix).double(), wanted, atol=4e-3, rtol=4e-3)
+    tolerance = 4e-3 if rows <= MOST_ROWS else 1e-2  # cuBLAS takes weights and activations in 16 bits
+    torch.testing.assert_close(quantized_linear(x, matrix).double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.usefixtures("without_e4m3")

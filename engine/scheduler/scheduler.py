@@ -174,6 +174,7 @@ class Scheduler:
         if not (behind and only is None and self._share_prefill(plan, behind)):
             self._plan_prefills(plan, behind)
             self._admit(plan)
+        self.pacing.count(sum(plan.num_tokens[request_id] for request_id in plan.prefills))
         self._step += 1
         self._in_flight.begin(plan)
         removed, self._table.removed = self._table.removed, []
@@ -212,7 +213,7 @@ class Scheduler:
         plan.budget = budget - sum(plan.num_tokens.values())
         if plan.num_tokens and (behind or self.waiting):
             plan.pace = partial(self._pace, plan)
-            if plan.only is None and self.pacing.leaves_out_prefill():
+            if plan.only is None and self.pacing.leaves_out_prefill:
                 plan.budget = 0
         return behind
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from dataclasses import dataclass
 from itertools import count
@@ -11,7 +12,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.costs.measuring import StepCostTracker
-from engine.costs.table import MIN_PREFILL_TOKENS, StepBudget, StepCostTable, StepLoad
+from engine.costs.table import MIN_PREFILL_TOKENS, Curve, StepBudget, StepCostTable, StepLoad
 from engine.messages import FinishReason
 from engine.plan import SchedulerOutput
 from engine.simulation.counting import VirtualClock
@@ -81,7 +82,7 @@ class Device:
             self.core.step()
             plan = simulated(self.core).plans[-1]
             chunks.append(dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)).get(name, 0))
-            assert chunks[-1] > 0 or all(chunks[-3:-1]), "at least two of three steps have a chunk"
+            assert len(chunks) <= 16 or any(chunks[-17:]), "at most 16 steps in a row have no chunk"
         seconds = [each for each, chunk in zip(self.seconds[first:], chunks, strict=True) if chunk]
         return [chunk for chunk in chunks if chunk], seconds
 
@@ -153,22 +154,51 @@ def test_prefill_doubles_a_step_where_decoding_alone_takes_the_whole_target() ->
     assert 3.5 * TARGET <= statistics.median(seconds) <= max(seconds) <= 4.5 * TARGET
 
 
-def test_a_step_of_decodes_alone_follows_two_long_steps() -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_keep_a_sixth_of_their_speed_and_prefill_goes_on(seed: int) -> None:
+    """The figures are for the device; the table was measured on it, and may be off by an eighth."""
+    rng = random.Random(seed)
+    costs = Costs(10 ** rng.uniform(-3, -1.5), rng.uniform(0.0003, 0.002), rng.choice([0.0, 1e-7]))
+    num_streams = rng.randint(1, 5)
+    device = Device(costs)
+    device.stream(num_streams)
+    for index in range(3):
+        device.prefill(2000, f"measure {index}")
+    first, alone = len(device.seconds), costs.step + costs.token * num_streams
+    _, with_chunk = device.prefill(3000)
+    seconds = device.seconds[first:]
+    assert len(seconds) * alone >= 0.15 * sum(seconds), "the streams keep 15 % of their speed"
+    assert max(seconds) <= 1.25 * max(TARGET, 2 * alone), "no token waits longer than for one step"
+    assert sum(seconds) <= 1.25 * sum(with_chunk), "prefill is a fourth slower at most"
+
+
+def test_steps_of_decodes_alone_end_where_the_table_knows_no_decodes_or_says_they_cost_nothing() -> None:
+    for seconds in (0.0, 1e-9):
+        table = StepCostTable.unknown(8, MAX_TOKENS)
+        table.prefill = Curve([1, 512], [0.001, 0.512])
+        table.decode = Curve([1, 8], [seconds] * 2)
+        budget = StepBudget(table, MAX_TOKENS, TARGET)
+        for _ in range(20):
+            budget.count(budget.prefill_tokens(StepLoad(1, 10), 0))
+            for _ in range(16):
+                budget.count(0)
+            assert not budget.leaves_out_prefill
+
+
+def test_a_short_prompt_leaves_no_step_of_decodes_alone_behind() -> None:
     device = Device(Costs(step=0.007, token=0.0005))
     device.stream()
     device.prefill(1500, "measure")
-    tokens = (first := len(device.seconds), device.prefill(2000))[1][0]
-    seconds = device.seconds[first:]
-    num_alone = len(seconds) - len(tokens)
-    assert len(tokens) // 3 <= num_alone <= len(tokens) // 2 + 1
-    assert num_alone * 0.0075 <= sum(seconds) / 9, "the steps of decodes alone cost a ninth of the time at most"
-    assert 0.0075 * len(seconds) >= 0.15 * sum(seconds), "the stream keeps 15 % of its speed"
+    for index in range(20):
+        device.core.step()
+        assert len(device.prefill(20, f"short {index}")[0]) == 1
+        assert simulated(device.core).plans[-2].num_prefill_tokens == 0
 
 
 @pytest.mark.parametrize(
     "costs",
     [Costs(step=0.03, token=0.0005), Costs(step=0.001, token=0.00005)],
-    ids=["less than four times the decodes", "far below the target"],
+    ids=["decodes take a fifth", "far below the target"],
 )
 def test_no_step_goes_without_prefill_where_steps_are_not_long(costs: Costs) -> None:
     device = Device(costs)

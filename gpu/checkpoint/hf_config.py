@@ -389,8 +389,8 @@ def _windows(
 def _state_layers(
     values: Mapping[str, Any], fields: _Fields, num_layers: int, name: str, source: str
 ) -> tuple[str, ...]:
-    """Return `layer_types`, with `LINEAR` for `name`; (): all layers have keys and values. Without `layer_types`, the
-    layers of LFM2's `full_attn_idxs` have them, in other families every `full_attention_interval`-th."""
+    """Return each layer's kind, `LINEAR` for one with a state (which files call `name`); () if no layer has a state.
+    Without `layer_types`, those of `full_attn_idxs` (LFM2) or every `full_attention_interval`-th have attention."""
     every, kinds, full = fields.integer("full_attention_interval", 4), values.get("layer_types"), [*range(num_layers)]
     given = values.get("full_attn_idxs") if name == "conv" else full[every - 1 :: every]
     if given is not None and not (isinstance(given, list) and all(type(index) is int for index in given)):

@@ -33,7 +33,7 @@ class PerLayerEmbedding(nn.Module):
         self.projection = layers.Linear(spec.projection, place=place)
 
     def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """int64 [T] and rows of the usual embedding [T, hidden] -> [T, size] for each layer"""
+        """Return [T, size] for each layer. `input_ids` is int64 [T], `embedded` their usual embedding, [T, hidden]."""
         own = self.embedding(input_ids.where(input_ids < len(self.embedding.weight), 0)).unflatten(
             1, (-1, *self.norm.shape)
         )

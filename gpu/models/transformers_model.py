@@ -213,7 +213,7 @@ def _load(config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 class _Mask(torch.Tensor):
-    """A mask of zeros with the window of the layer; None: all tokens before; 0: the mask has another form."""
+    """The window of a mask, in a tensor of zeros. None: all tokens before; 0: a mask that is no window."""
 
     window: int | None = 0
 

@@ -193,7 +193,7 @@ class MessageParser:
         return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed_text(text))
 
     def _spelled(self, parts: list[MessagePart]) -> list[MessagePart]:
-        """Return the parts without stand-ins of tags; a part without text is dropped."""
+        """Return the parts with tags, or nothing, in place of stand-in characters. Parts without text are dropped."""
         spell = self.message_format.special_tags.spelled
         spelled: list[MessagePart] = []
         for part in parts:

@@ -175,13 +175,13 @@ class _Cutter:
 
     def delta_net(self, spec: architecture.GatedDeltaSpec) -> architecture.GatedDeltaSpec:
         """Spread key heads, with their value heads. Each matrix and vector has equally many rows for each."""
-        if self.size > spec.key_heads:
-            raise ConfigError(
-                "tensor_parallel_size",
-                self.size,
-                allowed=f"it must not exceed the {spec.key_heads} key heads of a gated delta net",
-                hint=f"tensor_parallel_size={spec.key_heads} works",
-            )
+        most = 1 if spec.tiled else spec.key_heads
+        if self.size > most:
+            reason = f"it must not exceed the {most} key heads of a gated delta net"
+            if spec.tiled:
+                reason = "GGUF files of Qwen3.5 have the value heads of a key head apart, so one rank has them all"
+            hint = f"tensor_parallel_size={most} works"
+            raise ConfigError("tensor_parallel_size", self.size, allowed=reason, hint=hint)
         first, last = share(spec.key_heads, self.size, self.rank)
 
         def own(part: architecture.Part) -> architecture.Part:

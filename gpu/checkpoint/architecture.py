@@ -30,6 +30,7 @@ class Stack:
     in_gguf: bool = False  # GGUF files stack the parts, too
     stop: int | None = None  # the end of the part's outputs, exclusive; None: the last output
     outputs_first: bool = False  # the tensor is [experts, outputs, in_features]
+    run: int = 0  # `step` parts take turns of so many rows, and `start` is this part's turn; 0: its rows are together
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,12 @@ class Part:
     stack: Stack | None = None  # None: the part has its own tensor in a Hugging Face checkpoint
 
     @property
-    def rows(self) -> slice:
+    def rows(self) -> slice | list[int]:
         """The part's rows in its stack, if that is a matrix."""
-        start = self.stack.start if self.stack is not None else 0
+        stack = self.stack
+        if stack is not None and stack.run:
+            return [row for row in range(stack.step * self.shape[0]) if row // stack.run % stack.step == stack.start]
+        start = stack.start if stack is not None else 0
         return slice(start, start + self.shape[0])
 
     @property
@@ -205,7 +209,7 @@ class GatedDeltaSpec(StateSpec):
 
     Each value head has a memory S [key dim, value dim]. For a token with query q, key k and value v: S = exp(g) S;
     S += k (beta (v - S^T k))^T; the output is S^T q. Queries, keys and values have passed the convolution and silu.
-    Consecutive value heads share a key head.
+    Consecutive value heads share a key head, or if `tiled`, every `key_heads`-th value head.
     """
 
     key_heads: int
@@ -218,6 +222,7 @@ class GatedDeltaSpec(StateSpec):
     # True: two projections, (q, k, v, z) and (b, a), with rows grouped by key head. False: q, k, v, the output gate z,
     # b and a.
     by_key_head: bool
+    tiled: bool = False  # as in GGUF files of Qwen3.5
 
     @property
     def memory(self) -> tuple[int, ...]:

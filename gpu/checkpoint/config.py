@@ -156,7 +156,7 @@ FIELDS: dict[str, HeaderField] = {
     "max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "context_length"),
     "sliding_window": HeaderField(int, 1, 2**24, "tokens", "attention.sliding_window"),
     "sliding_window_pattern": HeaderField(int, 1, 2**10, "layers", "attention.sliding_window_pattern"),
-    "full_attention_interval": HeaderField(int, 1, 2**10, "layers"),
+    "full_attention_interval": HeaderField(int, 1, 2**10, "layers", "full_attention_interval"),
     "decoder_sparse_step": HeaderField(int, 1, 2**10, "layers"),
     "max_window_layers": HeaderField(int, 0, 2**20, "layers"),
     "rms_norm_eps": HeaderField(float, 1e-12, 0.1, "", "attention.layer_norm_rms_epsilon"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +30,8 @@ from gpu.checkpoint.config import (
 from gpu.checkpoint.embedder import embedder_of_gguf
 from gpu.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
-from gpu.checkpoint.families.hybrid import GRANITE_4
+from gpu.checkpoint.families.hybrid import GRANITE_4, LFM2_MOE
+from gpu.checkpoint.families.qwen_hybrid import QWEN3_5_MOE, QWEN3_NEXT, SORTED, TILED
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
@@ -105,11 +107,10 @@ def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
         return tensor.shape
     if part.expert is not None:
         return tensor.shape[1:]
-    if _is_fused(part):
-        return part.shape[:1] + tensor.shape[1:]
+    shape = part.shape[:1] + tensor.shape[1:] if _is_fused(part) else tensor.shape
     # Converters add and leave out dimensions of 1.
-    are_same = [size for size in part.shape if size > 1] == [size for size in tensor.shape if size > 1]
-    return part.shape if are_same else tensor.shape
+    are_same = [size for size in part.shape if size > 1] == [size for size in shape if size > 1]
+    return part.shape if are_same else shape
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, Part | None]]:
@@ -135,6 +136,8 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
             for part in found:
                 is_whole = kind == "weight" or part.suffix == f"_{kind}"
                 yield part.weight_name if is_whole else f"{part.name}.{kind}", tensor, part
+        elif (layer := _LAYER.match(name)) and f"{layer[0].removesuffix('nextn.')}nextn.eh_proj.weight" in file.tensors:
+            yield f"model.layers.{layer[1]}.{name[layer.end() :]}", tensor, None
         elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS.values()):  # which the configuration has
             yield name, tensor, None
 
@@ -144,6 +147,8 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
 
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(nextn\.)?")
+_UNSORTED = ".ssm_in.weight"  # Qwen3-Next's as older converters left it
 _DECAYS = ".ssm_a"  # stored as -exp(A_log)
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _ROPE_DIVISORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -166,10 +171,10 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         family = MIXTRAL
     if family is OLMO2 and file.get(f"{architecture}.attention.sliding_window", int, 0) != 0:
         family = OLMO3
-    if family is DEEPSEEK_V3:
+    if family in (DEEPSEEK_V3, LFM2_MOE, QWEN3_NEXT, QWEN3_5_MOE):
         is_sigmoid = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
-        family = DEEPSEEK_V3 if is_sigmoid else DEEPSEEK_V2
-        if file.get("deepseek2.expert_gating_func", int, 1 + is_sigmoid) != 1 + is_sigmoid:
+        family = DEEPSEEK_V2 if family is DEEPSEEK_V3 and not is_sigmoid else family
+        if file.get(f"{architecture}.expert_gating_func", int, 1 + is_sigmoid) != 1 + is_sigmoid:
             raise ModelError(f"{file.path.name}: expert_gating_func contradicts exp_probs_b.bias. Convert it anew.")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
@@ -181,6 +186,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         value = file.metadata.get(key)
         if key == kv_heads and isinstance(value, list):  # by layer: those with a state have none
             value = max(value, default=0)
+        if value is None and field is FIELDS["intermediate_size"]:
+            value = family.defaults.get("intermediate_size")
         return value, f"metadata {key}"
 
     kv_heads = f"{architecture}.{FIELDS['num_key_value_heads'].gguf}"
@@ -188,11 +195,13 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     sizes, own = numbers.sizes(), numbers.own()
     if family is GRANITE_4:
         _complete_granite_4(file, sizes, own)
-    head_dim, num_layers = sizes["head_dim"], sizes["num_hidden_layers"]
+    head_dim, num_layers = sizes["head_dim"], _layers_before_drafts(file, sizes)
     rotary_dim = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
+    if of_delta_nets := "linear_num_key_heads" in own:
+        _complete_delta_nets(file, own, head_dim)
     for key, size in (("attention.value_length", None), ("rope.dimension_count", rotary_dim)):
         may_differ = "kv_lora_rank" in family.numbers or (
-            size is not None and family.partial_rotary and 0 <= size <= head_dim
+            size is not None and (family.partial_rotary or of_delta_nets) and 0 <= size <= head_dim
         )
         if not may_differ and file.get(f"{architecture}.{key}", int, head_dim) != head_dim:
             raise ModelError(
@@ -202,7 +211,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     rope_theta = numbers.number("rope_theta", 10000.0)
     has_rope = family not in (GRANITE, GRANITE_4) or file.get(f"{architecture}.rope.scaling.finetuned", bool, True)
     has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
-    kinds: tuple[str, ...] = _state_layers(file, kv_heads, num_layers) if family.state_layers else ()
+    kinds: tuple[str, ...] = _state_layers(file, numbers, num_layers, family) if family.state_layers else ()
     if has_window and family.full_layers:
         kinds = _layer_types(file, numbers, num_layers, family)
     vocab_size = file.tensors["token_embd.weight"].shape[0]
@@ -215,12 +224,12 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rms_norm_eps=_shortest(numbers.number("rms_norm_eps")),
         rope_theta=rope_theta,
         rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim, family),
-        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        rotary_dim=None if rotary_dim == head_dim or of_delta_nets else rotary_dim,
         layers_without_rope=every_nth(num_layers, family.no_rope_interval if has_rope else 1),
         tie_word_embeddings="output.weight" not in file.tensors,
         torch_dtype="bfloat16",  # files do not record it; most were rounded from bfloat16
         attention_bias="blk.0.attn_q.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        qk_norm=of_delta_nets or "blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
         layer_types=kinds,
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
@@ -243,14 +252,52 @@ def _complete_granite_4(file: GGUFFile, sizes: dict[str, Any], own: dict[str, in
     own["num_experts"] = file.get(f"{architecture}.expert_count", int) or 0
 
 
-def _state_layers(file: GGUFFile, key: str, num_layers: int) -> tuple[str, ...]:
-    """Return which layers have keys and values: those with KV heads."""
-    counts = file.metadata.get(key)
-    if not isinstance(counts, list):
+def _complete_delta_nets(file: GGUFFile, own: dict[str, int | float], head_dim: int) -> None:
+    """Read what files of Qwen's hybrids have in another form than config.json."""
+    architecture, name = file.require("general.architecture", str), file.path.name
+    inner, heads = file.require(f"{architecture}.ssm.inner_size", int), int(own["linear_num_value_heads"])
+    rotary = file.require(f"{architecture}.rope.dimension_count", int)
+    if inner % heads or not 0 < inner // heads <= QWEN3_NEXT.numbers["linear_value_head_dim"].high:
+        raise ModelError(f"{name}: metadata {architecture}.ssm.inner_size ({inner}) does not fit {heads} value heads.")
+    if not 0 < rotary <= head_dim:
+        key = f"metadata {architecture}.rope.dimension_count"
+        raise ModelError(f"{name}: {key} must be from 1 to the head's size {head_dim}, got {rotary}.")
+    own |= {"linear_value_head_dim": inner // heads, "partial_rotary_factor": rotary / head_dim}
+    is_next = architecture == QWEN3_NEXT.gguf
+    if is_next and not any(tensor.endswith(_UNSORTED) for tensor in file.tensors):
+        own[SORTED] = 1
+    elif not is_next and heads != own["linear_num_key_heads"]:
+        own[TILED] = 1
+
+
+def _layers_before_drafts(file: GGUFFile, sizes: dict[str, Any]) -> int:
+    """Return the number of layers, without those that predict further tokens."""
+    key, layers = f"{file.require('general.architecture', str)}.nextn_predict_layers", sizes["num_hidden_layers"]
+    field = HeaderField(int, 0, layers - 1, "layers")
+    sizes["num_hidden_layers"] -= check_field(field, file.metadata.get(key, 0), key=key, source=file.path.name)
+    return int(sizes["num_hidden_layers"])
+
+
+def _state_layers(file: GGUFFile, numbers: Numbers, num_layers: int, family: Architecture) -> tuple[str, ...]:
+    """Return which layers have keys and values: those with KV heads. In Qwen's hybrids, those that are not listed as
+    recurrent, or without a list every n-th."""
+    architecture = file.require("general.architecture", str)
+    key, total = f"{architecture}.{FIELDS['num_key_value_heads'].gguf}", numbers.integer("num_hidden_layers")
+    have_keys = file.metadata.get(key)
+    if "linear_num_key_heads" in family.numbers:
+        key = f"{architecture}.attention.recurrent_layers"
+        full = every_nth(total, numbers.integer("full_attention_interval", 4))
+        have_keys = [index in full for index in range(total)]
+        if key in file.metadata:
+            have_keys = [not has_state for has_state in file.require_array(key, bool)]
+    if not isinstance(have_keys, list):
         return ()
-    if len(counts) != num_layers:
-        raise ModelError(f"{file.path.name}: {key} must have a number for {num_layers} layers, got {shown(counts)}.")
-    return tuple(FULL if count else LINEAR for count in counts)
+    if len(have_keys) != total or not any(have_keys[:num_layers]):
+        raise ModelError(
+            f"{file.path.name}: {key} must have an entry for each of {total} layers, of which at least one has keys, "
+            f"got {shown(have_keys)}."
+        )
+    return tuple(FULL if has_keys else LINEAR for has_keys in have_keys[:num_layers])
 
 
 def _layer_types(file: GGUFFile, numbers: Numbers, num_layers: int, family: Architecture) -> tuple[str, ...]:

@@ -185,7 +185,11 @@ class GatedDeltaNet(StateLayer):
         query, key, value = F.silu(convolved).split((keys, keys, spec.value_heads * spec.value_dim), 1)
         query, key = (each.unflatten(1, (spec.key_heads, -1)) for each in (query, key))
         query, key = (each * (each.square().sum(2, keepdim=True) + _EPS).rsqrt() for each in (query, key))
-        query, key = (each.repeat_interleave(spec.value_heads // spec.key_heads, 1) for each in (query, key))
+        group = spec.value_heads // spec.key_heads
+        if spec.tiled:
+            query, key = (each.repeat(1, group, 1) for each in (query, key))
+        else:
+            query, key = (each.repeat_interleave(group, 1) for each in (query, key))
         value = value.unflatten(1, (spec.value_heads, -1))
         compute = delta_step if memory.ndim == 4 else delta_chunks
         return compute(memory, query * spec.key_dim**-0.5, key, value, *others)

@@ -3,6 +3,7 @@ them out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ ARCHITECTURES = {
     "granite": "granite",
     "granitemoehybrid": "granite",  # without Mamba and experts, else granitehybrid
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -28,15 +33,25 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
 }
+DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
 PERMUTED = {"mistral3", "granite", "granitehybrid", "smollm3"}
 RENAMED = {"shared_mlp.output_linear": "mlp.down_proj", "e_score_correction_bias": "e_score_correction.bias"}
 
 
 def write_gguf(
-    path: Path, oracle: PreTrainedModel, *, squeezed: bool = False, kind: str = "F32", split: bool = True
+    path: Path,
+    oracle: PreTrainedModel,
+    *,
+    squeezed: bool = False,
+    kind: str = "F32",
+    split: bool = True,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    **metadata: Any,
 ) -> Path:
     """Write the file; `squeezed` as older converters did, without dimensions of 1. Matrices are of type `kind`.
-    Without `split`, as older converters did, DeepSeek's matrix from latents is whole."""
+    Without `split`, as older converters did, DeepSeek's matrix from latents and Qwen3-Next's projection to queries,
+    keys, values and gates are whole. `tensors` are added. `metadata` replaces values by their keys; None leaves them
+    out."""
     config = oracle.config
     name = architecture_of(config)
     has_experts = name == "granitehybrid" and config.num_local_experts
@@ -44,6 +59,16 @@ def write_gguf(
     _describe(writer, config)
     if hasattr(config, "kv_lora_rank"):
         _describe_latents(writer, config, split)
+    if name in DELTA_NETS:
+        _describe_delta_nets(writer, config)
+    for key, value in metadata.items():
+        written = writer.kv_data[0]
+        if value is None:
+            del written[f"{name}.{key}"]
+        else:
+            kept = written.get(f"{name}.{key}") or gguf.GGUFValue(value, gguf.GGUFValueType.get_type(value))
+            kept.value = value
+            written[f"{name}.{key}"] = kept
     architecture = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -69,21 +94,68 @@ def write_gguf(
         if not has_experts:
             for old, new in RENAMED.items():
                 in_hf = in_hf.replace(old, new)
+        if name in DELTA_NETS:
+            if in_hf.endswith("norm.weight") and "linear_attn" not in in_hf:
+                values = values + 1
+            if part == "in_proj_qkvz" and split:
+                for named, rows in _sorted_rows(values, config):
+                    _add(writer, f"blk.{given.split('.')[2]}.{named}.weight", rows, kind)
+                continue
+            if name != "qwen3next":
+                values = _tiled(given, values, config)
         in_hf, values = _of_states(in_hf, values)
-        if ".experts." in in_hf:
+        if ".experts.gate_up_proj" in in_hf:
+            for each, rows in zip(("gate_proj", "up_proj"), np.split(values, 2, 1), strict=True):
+                experts[in_hf.replace("gate_up_proj", f"{each}.weight")] = list(rows)
+        elif ".experts.down_proj" in in_hf:
+            experts[f"{in_hf.removesuffix('.weight')}.weight"] = list(values)
+        elif ".experts." in in_hf:
             stem, expert = in_hf.split(".experts.")
             experts.setdefault(f"{stem}.experts.{expert.split('.', 1)[1]}", []).append(values)
         else:
-            quantized = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-            values = gguf.quants.quantize(values.squeeze() if squeezed else values, quantized)
-            writer.add_tensor(_name(names, in_hf), values, raw_dtype=quantized)
+            _add(writer, _name(names, in_hf), values.squeeze() if squeezed else values, kind)
+    for added, values in (tensors or {}).items():
+        writer.add_tensor(added, values)
     for in_hf, matrices in experts.items():
-        writer.add_tensor(_name(names, in_hf), np.stack(matrices))
+        merged = in_hf.removeprefix("model.") if "feed_forward" in in_hf else in_hf
+        writer.add_tensor(_name(names, merged), np.stack(matrices))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    is_matrix = values.ndim == 2 and not name.endswith(("conv1d.weight", "norm.weight")) and values.shape[1] % 32 == 0
+    quantized = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), quantized), raw_dtype=quantized)
+
+
+def _sorted_rows(values: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the projection to queries, keys and values, and that to gates, of rows that come by key head."""
+    keys, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    of_head = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    by_head = values.reshape(keys, -1, values.shape[1])
+    *qkv, z = (each.reshape(-1, values.shape[1]) for each in np.split(by_head, np.cumsum([dim, dim, of_head]), 1))
+    yield from (("attn_qkv", np.concatenate(qkv)), ("attn_gate", z))
+
+
+def _tiled(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Return Qwen3.5's numbers of value heads with the first of every key head before the second of any."""
+    keys, count = config.linear_num_key_heads, config.linear_num_value_heads
+    heads = np.arange(count).reshape(keys, -1).T.ravel()
+    channels = (heads[:, None] * config.linear_value_head_dim + np.arange(config.linear_value_head_dim)).ravel()
+    before = 2 * keys * config.linear_key_head_dim
+    if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return values[heads]
+    if name.endswith("in_proj_z.weight"):
+        return values[channels]
+    if name.endswith("linear_attn.out_proj.weight"):
+        return values[:, channels]
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        return values[[*range(before), *(before + channels)]]
+    return values
 
 
 def architecture_of(config: Any) -> str:
@@ -100,7 +172,7 @@ def _of_states(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
         return name, values.squeeze(1)
     if name.endswith("mamba.norm.weight"):
         return name, values[None]
-    return name.replace("dt_bias", "dt_proj.bias"), values
+    return name.replace("dt_bias", "dt_proj.bias").replace("expert_bias", "expert_bias.bias"), values
 
 
 def _name(names: gguf.TensorNameMap, in_hf: str) -> str:
@@ -114,7 +186,7 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
     full = rope.get("full_attention", rope)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    inner = values.get("shared_intermediate_size", config.intermediate_size)
+    inner = values.get("shared_intermediate_size", values.get("intermediate_size"))
     kv_heads = config.num_key_value_heads
     if architecture_of(config) == "granitehybrid":
         inner = config.intermediate_size
@@ -129,11 +201,16 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "lfm2":
         inner = -(-(2 * config.intermediate_size // 3) // config.block_multiple_of) * config.block_multiple_of
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if architecture_of(config) in ("granitehybrid", "lfm2"):
+    if config.model_type == "lfm2_moe":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture_of(config) in ("granitehybrid", "lfm2", "lfm2moe"):
         kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(inner)
+    if inner is not None:
+        writer.add_feed_forward_length(inner)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     if not hasattr(config, "kv_lora_rank"):
@@ -171,11 +248,25 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if config.model_type == "qwen2_moe":
+    if config.model_type in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if config.model_type != "lfm2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _describe_delta_nets(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(4)
+    recurrent = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{architecture_of(config)}.attention.recurrent_layers", recurrent)
+    if config.model_type != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _describe_latents(writer: gguf.GGUFWriter, config: Any, split: bool) -> None:

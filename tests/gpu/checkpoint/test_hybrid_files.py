@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import GraniteMoeHybridConfig, Lfm2Config, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3NextConfig
+import torch
+from transformers import (
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3NextConfig,
+)
 
-from gpu.checkpoint import ModelConfig, ModelError, open_model
+from engine.errors import ConfigError
+from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows, open_model
 from gpu.checkpoint.architecture import AttentionSpec, GatedAttentionSpec, GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import check_shapes, tensor_shapes
 from gpu.kv_cache import kv_layout
+from gpu.sharding import Layout, check_cuts
+from gpu.weights.reading import floats, read_weights
+from gpu.weights.tensors import weights_of
 from tests.gpu.checkpoint.test_dense_files import assert_gives, made
 from tests.gpu.dense_gguf import write_gguf
-from tests.gpu.dense_models import longrope
-from tests.gpu.hybrid_models import HYBRIDS
+from tests.gpu.dense_models import SHAPE, longrope
+from tests.gpu.hybrid_models import DELTA, HYBRIDS
+from tests.gpu.hybrid_models import EXPERTS as SMALL_EXPERTS
+from tests.gpu.oracles import Runner, build, expected, prompt
+from tests.selection import slow_except
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 97, "head_dim": 16}
@@ -81,12 +100,111 @@ def test_granite_4_has_mamba_where_it_says_and_a_network_for_all_tokens_besides_
     assert kinds_of(read(GRANITE, "GraniteMoeHybridForCausalLM", **named)) == 8 * [AttentionSpec]
 
 
-@pytest.mark.parametrize("name", ["lfm2", "granite4-hybrid", "granite4-hybrid-dense"])
+def changed(name: str, **changes: Any) -> PreTrainedConfig:
+    return type(HYBRIDS[name])(**HYBRIDS[name].to_dict() | changes)
+
+
+IN_GGUF = {name: HYBRIDS[name] for name in ("lfm2", "lfm2-moe", "qwen3.5")}
+IN_GGUF["qwen3-next"] = changed("qwen3-next", mlp_only_layers=[])
+IN_GGUF["qwen3-next-6"] = changed("qwen3-next", mlp_only_layers=[], linear_num_value_heads=6)
+IN_GGUF["qwen3.5-equal"] = changed("qwen3.5", linear_num_key_heads=4)
+IN_GGUF["qwen3.5-moe"] = Qwen3_5MoeTextConfig(**SHAPE, **DELTA, **SMALL_EXPERTS)
+IN_GGUF["granite4-hybrid"] = changed("granite4-hybrid", mamba_n_groups=1)
+IN_GGUF["granite4-hybrid-dense"] = changed("granite4-hybrid", mamba_n_groups=1, num_local_experts=0)
+oracle_of = cache(lambda name: made(IN_GGUF[name]))
+LIKE_OLDER_FILES = {"split": False, "attention.recurrent_layers": None, "full_attention_interval": None}
+
+
+def assert_agrees(files: ModelFiles, oracle: PreTrainedModel) -> None:
+    """Compute whole, in chunks, and token by token from a state. Two forms of a delta net in transformers differ by
+    8e-4, so log-probabilities may by 5e-3."""
+    model, tokens, blocks = build(files.config), prompt(0), list(range(12))
+    model.load_weights(weights_of(files))
+    wanted = expected(oracle, tokens).log_softmax(1)
+    for ends in ([len(tokens)], [17, 40, *range(41, len(tokens) + 1)]):
+        runner = Runner(model)
+        parts = [runner.step((tokens[:end], start, blocks))[0] for start, end in pairwise([0, *ends])]
+        torch.testing.assert_close(torch.cat(parts).log_softmax(1), wanted, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", slow_except(IN_GGUF, "lfm2-moe", "qwen3-next", "qwen3.5-moe"))
 def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name: str):
-    config = HYBRIDS[name.removesuffix("-dense")]
-    dense = {"num_local_experts": 0} if name.endswith("-dense") else {}
-    oracle = made(type(config)(**config.to_dict() | {"mamba_n_groups": 1} | dense))
-    assert_gives(open_model(str(write_gguf(tmp_path / "m.gguf", oracle))), oracle)
+    oracle = made(IN_GGUF[name])
+    files = open_model(str(write_gguf(tmp_path / "m.gguf", oracle)))
+    assert_agrees(files, oracle)
+    if not name.startswith("qwen"):
+        assert_gives(files, oracle)
+
+
+@pytest.mark.parametrize("name", slow_except(["qwen3-next", "qwen3-next-6"], "qwen3-next"))
+def test_older_gguf_files_of_qwen3_next_are_read(tmp_path, name: str):
+    """They have one projection by key head, and every fourth layer has keys though no key says so."""
+    oracle = made(IN_GGUF[name])
+    assert_agrees(open_model(str(write_gguf(tmp_path / "m.gguf", oracle, **LIKE_OLDER_FILES))), oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str):
+    oracle = made(IN_GGUF[name])
+    plain = dict(read_weights(open_model(str(write_gguf(tmp_path / "plain.gguf", oracle)))))
+    packed = dict(read_weights(open_model(str(write_gguf(tmp_path / "packed.gguf", oracle, kind="Q8_0")))))
+    assert plain.keys() == packed.keys()
+    assert any(isinstance(weight, QuantizedRows) for weight in packed.values())
+    for tensor, weight in packed.items():
+        wanted = floats(plain[tensor])
+        np.testing.assert_allclose(floats(weight), wanted, atol=float(np.abs(wanted).max()) / 200, err_msg=tensor)
+
+
+def test_layers_of_a_gguf_file_that_predict_further_tokens_are_skipped_with_one_line(tmp_path, caplog):
+    oracle = made(IN_GGUF["qwen3.5"])
+    recurrent = [*(kind == "linear_attention" for kind in oracle.config.layer_types), False]
+    more = {"nextn_predict_layers": 1, "block_count": 5, "attention.recurrent_layers": recurrent}
+    drafts = {f"blk.4.{name}.weight": np.ones((2, 32), np.float32) for name in ("nextn.eh_proj", "attn_q")}
+    with caplog.at_level(logging.INFO, "gpu.checkpoint.tensors"):
+        files = open_model(str(write_gguf(tmp_path / "m.gguf", oracle, tensors=drafts, **more)))
+    assert "2 tensors of multi-token prediction are skipped" in caplog.text
+    assert_agrees(files, oracle)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "named"),
+    [
+        ("qwen3.5", {"ssm.group_count": None}, "ssm.group_count"),
+        ("qwen3.5", {"ssm.time_step_rank": None}, "ssm.time_step_rank"),
+        ("qwen3.5", {"ssm.time_step_rank": 5}, "ssm.inner_size"),
+        ("qwen3.5", {"ssm.state_size": None}, "ssm.state_size"),
+        ("qwen3.5", {"ssm.inner_size": None}, "ssm.inner_size"),
+        ("qwen3.5", {"ssm.conv_kernel": None}, "ssm.conv_kernel"),
+        ("qwen3.5", {"ssm.conv_kernel": 3}, "ssm_conv1d|conv1d"),
+        ("qwen3.5", {"ssm.group_count": 4}, "in_proj_qkv|attn_qkv"),
+        ("qwen3.5", {"rope.dimension_count": None}, "rope.dimension_count"),
+        ("qwen3.5", {"rope.dimension_count": 18}, "rope.dimension_count"),
+        ("qwen3.5", {"rope.dimension_count": 3}, "partial_rotary_factor"),
+        ("qwen3.5", {"nextn_predict_layers": 4}, "nextn_predict_layers"),
+        ("qwen3.5", {"attention.recurrent_layers": [True] * 4}, "recurrent_layers"),
+        ("qwen3.5", {"attention.recurrent_layers": [True, False]}, "recurrent_layers"),
+        ("qwen3.5", {"attention.recurrent_layers": [1, 1, 1, 0]}, "recurrent_layers"),
+        ("qwen3.5", {"attention.recurrent_layers": None, "full_attention_interval": 2}, "layers.1.self_attn"),
+        ("qwen3-next", {"expert_used_count": None}, "expert_used_count"),
+        ("qwen3-next", {"expert_shared_feed_forward_length": None}, "expert_shared_feed_forward_length"),
+        ("qwen3-next", {"expert_gating_func": 2}, "expert_gating_func"),
+        ("lfm2-moe", {"expert_used_count": None}, "expert_used_count"),
+        ("lfm2-moe", {"expert_gating_func": 1}, "expert_gating_func"),
+        ("lfm2-moe", {"leading_dense_block_count": None}, "leading_dense_block_count"),
+        ("lfm2-moe", {"shortconv.l_cache": None}, "shortconv.l_cache"),
+        ("lfm2-moe", {"attention.head_count_kv": [0, 2, 0]}, "head_count_kv"),
+    ],
+)
+def test_wrong_or_missing_metadata_of_a_gguf_file_is_refused_by_name(tmp_path, name, metadata, named):
+    with pytest.raises(ModelError, match=named):
+        open_model(str(write_gguf(tmp_path / "m.gguf", oracle_of(name), **metadata)))
+
+
+def test_value_heads_of_one_key_head_that_are_apart_have_one_rank(tmp_path):
+    spec = spec_of(open_model(str(write_gguf(tmp_path / "m.gguf", made(IN_GGUF["qwen3.5"])))).config)
+    with pytest.raises(ConfigError, match="GGUF files of Qwen3.5"):
+        check_cuts(spec, Layout(tensor_parallel_size=2), gathers=True)
 
 
 @pytest.mark.parametrize(

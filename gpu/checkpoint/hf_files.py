@@ -68,7 +68,7 @@ def _place(path: Path, name: str, entry: Any, quantized: bool) -> tuple[int, int
     sizes = _ITEM_SIZES if quantized else _PLAIN_SIZES
     if not isinstance(dtype, str) or dtype not in sizes:
         raise _refused(path, f"tensor {shown(name)} has the dtype {shown(dtype)}; supported are {', '.join(sizes)}")
-    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or (0 in shape and math.prod(filter(None, shape)) > 2**60):
         raise _refused(path, f"tensor {shown(name)} has the shape {str(shape)[:60]}; at most {_MAX_DIMENSIONS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise _refused(path, f"tensor {shown(name)} has the data_offsets {str(offsets)[:60]}, not [begin, end]")

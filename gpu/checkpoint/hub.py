@@ -67,6 +67,11 @@ def fetch_from_hub(
         listed = _Repository.ask(repo, revision)
         ggufs = gguf_models(listed.files)
         has_safetensors = any("/" not in file.path and file.path.endswith(".safetensors") for file in listed.files)
+        if tag is None and not ggufs and all(file.path != "config.json" for file in listed.files):
+            raise ModelError(
+                f"The repository {repo} has no model that can be served: neither a config.json with *.safetensors nor "
+                f"a GGUF file with all its parts. It has {len(listed.files)} files."
+            )
         if tag is None and (has_safetensors or not ggufs):
             return listed.fetch(_directory_files(listed.files, with_weights=with_weights), progress), repo
         chosen = choose_gguf(ggufs, tag, repo)

@@ -77,7 +77,7 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
         return F.linear(x, dequantized(matrix, out_type))
     output = torch.empty((num_rows, out_size), dtype=out_type, device=x.device)
     if num_rows:
-        tiles = TILES[matrix.bits]
+        tiles: tuple[tuple[int, ...], ...] = TILES[matrix.bits]
         if matrix.bits == 4 and prefill.capability_of(x.device)[0] not in prefill.FROM_SHARED_MEMORY:
             tiles = tiles[:2]  # cards that keep operands in registers have too few for the largest tile
         _, rows, outputs, warps, stages = next((tile for tile in tiles if num_rows <= tile[0]), tiles[-1])

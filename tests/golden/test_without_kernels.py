@@ -77,7 +77,8 @@ def test_a_card_computes_what_the_cpu_does(directory: Path):
     on_cpu = everything(core_of(directory))
     with pretended_card():
         core = core_of(directory, device="cuda")
-        assert core.executor.summary.startswith("cuda:0, float32 weights (torch's operations without CUDA graphs")
+        executor: Any = core.executor
+        assert executor.summary.startswith("cuda:0, float32 weights (torch's operations without CUDA graphs")
         assert_alike(everything(core), on_cpu, DIFFERENCE)
 
 

@@ -20,7 +20,7 @@ class CardTensor(torch.Tensor):
     """A tensor of the device; `inner` is its memory. To torch's C++ it is a tensor on the meta device."""
 
     inner: torch.Tensor
-    device = CARD
+    device = CARD  # type: ignore[assignment]
     is_cuda = True
     is_cpu = is_meta = False
 
@@ -28,15 +28,15 @@ class CardTensor(torch.Tensor):
     def __new__(cls, inner: torch.Tensor) -> CardTensor:
         with torch.inference_mode(inner.is_inference()):
             tensor = torch.Tensor._make_wrapper_subclass(
-                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="meta"
+                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=torch.device("meta")
             )
         tensor.inner = inner
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         strangers = [each for each in given if not isinstance(each, CardTensor) and each.ndim]

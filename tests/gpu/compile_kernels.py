@@ -29,7 +29,7 @@ from gpu import kernels
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels import prefill
 from gpu.kernels.dispatch import interpreted
-from gpu.kernels.quantized import MULTIPLIES_E4M3, quantized_linear
+from gpu.kernels.quantized import MOST_ROWS, MULTIPLIES_E4M3, quantized_linear
 from gpu.runner.rows import BatchSizes
 from gpu.weights.tensors import QuantizedMatrix
 
@@ -139,7 +139,8 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.grouped_linear(zeros(4, 4096), zeros(8, 512, 4096), zeros(8, 512), groups, gather=True)
     kernels.grouped_linear(zeros(8, 2880), zeros(8, 512, 2880), None, groups, scatter=True)
     kernels.combine(zeros(8, 4096), floats(4, 2))
-    quantized_linear(zeros(1, 4096, dtype=SMALL.get(dtype, dtype)), packed(4, 128))
+    for rows in (1, MOST_ROWS + 1):
+        quantized_linear(zeros(rows, 4096, dtype=SMALL.get(dtype, dtype)), packed(4, 128))
     quantized_linear(zeros(1, 4096, dtype=SMALL.get(dtype, dtype)), packed(0, 128))
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)

@@ -280,6 +280,10 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "data the wrong way round": (with_header(lambda h: h[NORM].update(data_offsets=[256, 0])), [NORM, "-256 bytes"]),
     "offsets that are texts": (with_header(lambda h: h[NORM].update(data_offsets=["0", "9"])), [NORM, "data_offsets"]),
     "a shape that is not the data's": (with_header(lambda h: h[NORM].update(shape=[2**62])), [NORM, "256 bytes"]),
+    "no numbers in a shape of too many": (
+        with_header(lambda h: h.update(more={"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]})),
+        ["'more'", "[0, 4611686018427387904]"],
+    ),
     "a shape of true": (with_header(lambda h: h[NORM].update(shape=[True])), [NORM, "[True]"]),
     "weights of 8 bits": (with_header(lambda h: h[NORM].update(dtype="F8_E4M3")), [NORM, "F8_E4M3", "F64, F32, F16"]),
     "a tensor that is a list": (with_header(lambda h: h.update({NORM: []})), [NORM, "an array of 0"]),

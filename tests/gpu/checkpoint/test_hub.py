@@ -132,6 +132,16 @@ def test_a_gated_repository_is_named(hub, monkeypatch, tmp_path):
     assert fetch("org/tiny-GGUF")[0].read_bytes() == BIG
 
 
+@pytest.mark.parametrize(
+    "files", [{}, {"model.bin": BIG}, {"a-Q4_0-00001-of-00003.gguf": BIG, "a-Q4_0-00003-of-00003.gguf": BIG[1:]}]
+)
+def test_a_repository_without_a_whole_model_is_named(hub, tmp_path, files):
+    hub.repositories["org/other"] = files
+    with pytest.raises(ModelError, match=f"org/other has no model .* with all its parts. It has {len(files)} files"):
+        fetch("org/other")
+    assert kept(tmp_path) == []
+
+
 def test_a_repository_that_is_not_there_is_named(hub):
     with pytest.raises(ModelError, match="There is no directory org/other here and no such repository"):
         fetch("org/other")

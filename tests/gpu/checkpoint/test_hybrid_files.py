@@ -112,7 +112,7 @@ IN_GGUF["qwen3.5-moe"] = Qwen3_5MoeTextConfig(**SHAPE, **DELTA, **SMALL_EXPERTS)
 IN_GGUF["granite4-hybrid"] = changed("granite4-hybrid", mamba_n_groups=1)
 IN_GGUF["granite4-hybrid-dense"] = changed("granite4-hybrid", mamba_n_groups=1, num_local_experts=0)
 oracle_of = cache(lambda name: made(IN_GGUF[name]))
-LIKE_OLDER_FILES = {"split": False, "attention.recurrent_layers": None, "full_attention_interval": None}
+LIKE_OLDER_FILES: dict[str, Any] = {"split": False, "attention.recurrent_layers": None, "full_attention_interval": None}
 
 
 def assert_agrees(files: ModelFiles, oracle: PreTrainedModel) -> None:
@@ -159,7 +159,7 @@ def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str
 def test_layers_of_a_gguf_file_that_predict_further_tokens_are_skipped_with_one_line(tmp_path, caplog):
     oracle = made(IN_GGUF["qwen3.5"])
     recurrent = [*(kind == "linear_attention" for kind in oracle.config.layer_types), False]
-    more = {"nextn_predict_layers": 1, "block_count": 5, "attention.recurrent_layers": recurrent}
+    more: dict[str, Any] = {"nextn_predict_layers": 1, "block_count": 5, "attention.recurrent_layers": recurrent}
     drafts = {f"blk.4.{name}.weight": np.ones((2, 32), np.float32) for name in ("nextn.eh_proj", "attn_q")}
     with caplog.at_level(logging.INFO, "gpu.checkpoint.tensors"):
         files = open_model(str(write_gguf(tmp_path / "m.gguf", oracle, tensors=drafts, **more)))

@@ -119,7 +119,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch_and_at_any_place():
     assert shuffled.tolist() == [together[i] for i in order]
 
 
-ALIKE = [
+ALIKE: list[dict[str, float]] = [
     {"top_k": 3},
     {"top_k": 1500},
     {"top_k": 10**6},
@@ -167,7 +167,8 @@ def test_the_last_token_kept_brings_all_that_tie_with_it(form, dtype):
     # Three tie for the largest, 40 at each of 100 levels below; the copies of these tokens overflow.
     levels = torch.arange(4040) // 40
     logits = torch.cat([torch.full((3,), 8.0), 7.0 - levels / 16, torch.full((900,), -60.0)])[torch.randperm(4943)]
-    rows = [{"top_k": 1}, {"top_k": 3}, {"top_k": 4}, {"top_k": 43}, {"top_k": 44}, {"min_p": math.exp(-1.52)}]
+    edge: list[dict[str, float]] = [{"top_k": k} for k in (1, 3, 4, 43, 44)]
+    rows = [*edge, {"min_p": math.exp(-1.52)}]
     columns, places = make_columns(rows), torch.arange(len(rows))
     logits = logits.to(dtype).repeat(len(rows), 1)
     kept = cutoffs_reference(logits, columns, places)

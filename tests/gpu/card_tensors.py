@@ -19,8 +19,8 @@ _MOVES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 class CardTensor(torch.Tensor):
     """A tensor of the device; `inner` is its memory. To torch's C++ it is a tensor on the meta device."""
 
-    inner: torch.Tensor
-    device = CARD  # type: ignore[assignment]
+    inner: torch.Tensor  # type: ignore[assignment]
+    device = CARD
     is_cuda = True
     is_cpu = is_meta = False
 

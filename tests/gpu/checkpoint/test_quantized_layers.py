@@ -182,12 +182,12 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path, name: str):
         (
             "weight.quant_state.bitsandbytes__nf4",
             lambda _: torch.tensor([*b'{"shape": [0, 4]}']),
-            "must have the shape",
+            "must name a matrix",
         ),
         (
             "weight.quant_state.bitsandbytes__nf4",
             lambda _: torch.tensor([*b'{"shape": [2, 2, 2, 2], "blocksize": 64, "nested_blocksize": 256}']),
-            "must have the shape",
+            "must name a matrix",
         ),
     ],
 )

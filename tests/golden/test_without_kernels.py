@@ -93,7 +93,7 @@ def test_a_card_computes_in_bfloat16(directory: Path):
     "directory", ["gemma3n", "gemma4-moe", "deepseek-v3", "qwen3-next", "granite4-hybrid"], indirect=True
 )
 def test_kernels_of_other_layers_take_what_these_models_give_them(directory: Path):
-    """In Triton's interpreter, which is slow."""
+    """Compare on kernels in Triton's interpreter, which is slow."""
     request = ask("one", prompt(1, 6), 3)
     on_cpu = drive(core_of(directory), [request])
     with interpreted():

@@ -15,10 +15,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3}
 def test_a_token_goes_to_its_likeliest_experts_by_their_shares(normalized):
     logits = torch.randn(9, 7).half()
     shares, experts = route(logits, 3, normalized)
-    wanted = logits.double().softmax(-1).topk(3)
-    assert experts.tolist() == wanted.indices.tolist()
-    scale = wanted.values.sum(-1, keepdim=True) if normalized else 1.0
-    torch.testing.assert_close(shares.double(), wanted.values / scale, atol=1e-6, rtol=1e-5)
+    # Two halves may be equal: the lower expert comes first then.
+    values, wanted = (each[:, :3] for each in logits.double().softmax(-1).sort(descending=True, stable=True))
+    assert experts.tolist() == wanted.tolist()
+    scale = values.sum(-1, keepdim=True) if normalized else 1.0
+    torch.testing.assert_close(shares.double(), values / scale, atol=1e-6, rtol=1e-5)
 
 
 def test_of_equal_scores_the_first_experts_are_chosen():

@@ -152,7 +152,9 @@ def test_what_the_simulator_says_is_told_beside(
     result = bench(server, tmp_path, *flags, "--predict", str(table))
     for key, error in result["prediction_error"].items():
         assert error == pytest.approx(result["predicted"][key] / result[key] - 1)
-    assert result["prediction_error"].keys() >= {"output_throughput", "median_ttft_ms", "p99_itl_ms"}
+    # Beside other work all tokens of an answer may arrive together, in no time: then there is nothing to divide by.
+    measured = {"p99_itl_ms"} if result["p99_itl_ms"] else set()
+    assert result["prediction_error"].keys() >= {"output_throughput", "median_ttft_ms"} | measured
     assert "predicted" in capsys.readouterr().out
 
 

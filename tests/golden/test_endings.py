@@ -59,6 +59,7 @@ def test_eos_ends_a_generation_and_is_counted_but_not_shown(endings, smollm2_ora
     smollm2_oracle.assert_says(prompt, completion.token_ids, expected)
 
 
+@pytest.mark.slow
 def test_eos_is_shown_to_those_who_ask(endings):
     completion = endings["eos shown"]
     assert (completion.finish_reason, completion.text) == (FinishReason.STOP, f"{ANSWER}<|im_end|>")

@@ -260,6 +260,7 @@ def test_a_request_begins_from_the_last_checkpoint_of_its_prefix(pair: Pair):
     assert_agrees(oracle, story, moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_caching: bool):
     oracle, core = pair

@@ -103,6 +103,7 @@ def test_threads_share_an_object(smollm2: LLM) -> None:
         assert [results[0].choices[0].text for results in together] == alone
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_the_prompt_come_with_the_result(smollm2: LLM) -> None:
     sampling = [SamplingParams(max_tokens=2, prompt_logprobs=1, n=2, seed=1), SamplingParams(max_tokens=2)]
     asked, unasked = smollm2.generate(["The capital of France", "The capital of France"], sampling, progress=False)

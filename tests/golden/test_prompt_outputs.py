@@ -96,6 +96,7 @@ def test_a_prompt_alone_may_fill_the_context(smollm2, smollm2_oracle):
     assert_prompt_agrees(smollm2_oracle, full, story, "full")
 
 
+@pytest.mark.slow
 def test_a_salt_keeps_prefixes_apart(smollm2, prompt):
     core = fresh_core(smollm2.core)
     salted = request("salted", prompt, max_tokens=1)

@@ -184,6 +184,7 @@ def test_a_prefill_in_chunks_agrees_with_transformers(pair: Pair):
     assert_agrees(oracle, story, request)
 
 
+@pytest.mark.slow
 def test_a_request_on_blocks_that_others_computed_agrees_with_transformers(pair: Pair):
     oracle, core = pair
     core = fresh_core(core, max_num_batched_tokens=16)

@@ -112,6 +112,7 @@ def test_a_full_queue_refuses_the_surplus_and_finishes_those_it_has_accepted(ser
     assert server.complete("Short", max_tokens=1)["choices"]
 
 
+@pytest.mark.slow
 def test_a_place_is_taken_by_each_choice_of_each_prompt(server: Server) -> None:
     with ExitStack() as stack:
         with all_seats_taken(server):

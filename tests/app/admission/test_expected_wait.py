@@ -130,6 +130,7 @@ def off(waits: list[tuple[str, float, float]]) -> float:
     return statistics.median(abs(expected / truth - 1) for _, truth, expected in waits if truth > 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [True, False], ids=["told", "unknown"])
 def test_of_200_clients_on_8_slots_it_knows_how_long_each_waits(max_tokens: bool) -> None:
     server = Server(max_queue_time=0)

@@ -73,6 +73,7 @@ def test_a_tenant_with_the_right_goes_first_across_tenants(server: Server) -> No
     assert served["guest"] < 12, served
 
 
+@pytest.mark.slow
 def test_a_tenant_that_floods_the_queue_leaves_others_their_places(server: Server) -> None:
     server.wait_idle()
     with ExitStack() as stack:

@@ -177,6 +177,7 @@ def reload(server: Server, expected: str) -> None:
     server.poll(lambda: server.log.lower().count(expected), lambda count: count > before)
 
 
+@pytest.mark.slow
 def test_keys_change_while_the_server_runs_and_requests_that_run_keep_theirs(server: Server, keys_file: Path) -> None:
     with ExitStack() as stack:
         running = connect(server, stack, "guest-secret", max_tokens=100, stream=True)

@@ -153,6 +153,7 @@ def test_a_failure_is_told_by_its_reason(why: str) -> None:
     assert [record.retry_after for record in records] == [7.0 if "429" in why else None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event",
     [

@@ -90,6 +90,7 @@ def test_totals_are_the_servers_own(server: Server, tmp_path: Path, backend: str
     assert result["median_server_prefill_ms"] > 0
 
 
+@pytest.mark.slow
 def test_an_open_loop_keeps_its_rate(server: Server, tmp_path: Path) -> None:
     result = bench(
         server, tmp_path, "--num-prompts", "20", "--request-rate", "20", "--input-len", "4", "--output-len", "2"

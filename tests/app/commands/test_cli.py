@@ -135,6 +135,7 @@ def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
     assert {meant for meant in _OF_VLLM.values() if meant} <= Settings.model_fields.keys()
 
 
+@pytest.mark.slow
 def test_the_model_needs_no_flag_and_a_second_word_is_refused() -> None:
     done = run("pull", "--cache-dir", "/nowhere", "org/model/file", "--load-format", "dummy")
     assert done.stderr.startswith("error: There is no model 'org/model/file'. A model is one of: ")

@@ -40,6 +40,7 @@ def test_a_machine_that_serves_is_told_what_it_can_do() -> None:
     assert " for 4; " in told["speed"]
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_model_that_cannot_be_served_is_wrong() -> None:
     done = run("doctor", "--port", "0", "--model", "no-such-model")
@@ -47,6 +48,7 @@ def test_a_model_that_cannot_be_served_is_wrong() -> None:
     assert "wrong  model         There is no model 'no-such-model'." in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_a_template_that_does_not_parse_is_wrong(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
@@ -89,6 +91,7 @@ def test_a_library_that_was_not_built_is_noted(monkeypatch: pytest.MonkeyPatch, 
     assert "torch computes" in found[-1].text
 
 
+@pytest.mark.slow
 @pytest.mark.seconds
 def test_the_settings_in_force_are_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"

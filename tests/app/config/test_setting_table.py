@@ -107,6 +107,7 @@ def test_a_setting_is_the_same_by_flag_by_environment_and_by_file(
     assert f"{flags[0]} is given twice" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_value_of_another_kind_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """Try all kinds of TOML values, also those that pydantic would convert, such as true to 1."""

@@ -121,6 +121,7 @@ def test_client_gone_is_aborted_and_nobody_else_notices(
     check_client_gone(narrow_server, phase, stream, how, n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "stream", "how", "n"), _CROSS_SECTION, ids=case_name)
 @pytest.mark.parametrize("narrow_server", slow_except(["asyncio", "trio"], "trio"), indirect=True, scope="session")
 def test_client_gone_is_aborted_on_every_event_loop(

@@ -103,6 +103,7 @@ def test_a_request_that_expires_in_the_queue_is_never_prefilled(
     assert [segment["name"] for segment in story["segments"]][:3] == ["receive", "tokenize", "queue"]
 
 
+@pytest.mark.slow
 def test_a_stream_that_expires_in_the_queue_ends_with_an_error_frame_and_its_usage(server: Server) -> None:
     with all_seats_taken(server):
         before = server.metrics()

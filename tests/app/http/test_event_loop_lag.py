@@ -69,6 +69,7 @@ def longest_lag(before: Metrics, after: Metrics) -> float:
     return min((bound for bound in set(bounds) if bounds.count(bound) == longest), default=0.0)
 
 
+@pytest.mark.slow
 def test_the_input_of_a_stored_response_is_listed_and_continued_without_a_hold(busy_server: Server) -> None:
     before = len(busy_server.log)
     turns = [{"role": ("user", "assistant")[number % 2], "content": f"turn {number}"} for number in range(2001)]

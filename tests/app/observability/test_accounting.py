@@ -163,6 +163,7 @@ def test_the_storm_had_every_kind_of_request_and_of_end(storm: Storm) -> None:
     assert not all(cached)
 
 
+@pytest.mark.slow
 def test_every_accepted_request_ends_in_exactly_one_reason(storm: Storm) -> None:
     assert storm.timelines.keys() == {told.request_id for told in storm.accepted}
     counted = {reason: count - storm.before.finished[reason] for reason, count in storm.after.finished.items()}
@@ -280,6 +281,7 @@ def test_prompts_were_computed_or_reused_and_nothing_else(storm: Storm) -> None:
     assert storm.grown("vllm:prefix_cache_hits_total") >= reused
 
 
+@pytest.mark.slow
 def test_only_the_last_timelines_are_kept() -> None:
     size = 3
     with ChaosServer(device="simulated", timeline_size=size) as server:

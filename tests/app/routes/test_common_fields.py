@@ -82,6 +82,7 @@ def test_a_grammar_constrains(server: Server, spoken: Spoken, fields: dict[str, 
         assert re.fullmatch(pattern, text)
 
 
+@pytest.mark.slow
 @EVERY
 def test_another_salt_finds_nothing_in_the_cache(server: Server, spoken: Spoken) -> None:
     question = f"{spoken.path}: {LONG}"

@@ -32,6 +32,7 @@ def text(server: Server, path: str, **fields: Any) -> str:
     return (body.get("output") or [body])[0]["content"][0]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DIALECTS)
 def test_an_open_request_is_sampled_as_the_authors_recommend(server: Server, path: str) -> None:
     assert text(server, path) == text(server, path, **AUTHORS) == text(server, path, temperature=None, top_p=None)

@@ -102,6 +102,7 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "fields", "param"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_grammar_that_becomes_too_complex_is_the_clients_to_mend(
     open_server: Server, path: str, fields: dict[str, Any], param: str

@@ -45,6 +45,7 @@ def test_all_of_the_vocabulary_is_told(server: Server) -> None:
     assert streamed.choices[0].logprobs == choice["logprobs"]
 
 
+@pytest.mark.slow
 def test_named_tokens_are_told_beside_the_sampled_one(server: Server) -> None:
     named = [7, 49151, 5, 7]
     everything = server.post("/v1/completions", {**COMPLETION, **GREEDY, "logprobs": -1, "max_tokens": 2}).json()

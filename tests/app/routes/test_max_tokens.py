@@ -46,6 +46,7 @@ def test_a_limit_beyond_the_context_is_cut_to_what_fits(server: Server, limit: i
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_choices_of_prompts_of_different_lengths_fill_the_context_each(server: Server) -> None:
     streamed = stream(server, "/v1/completions", {"prompt": [[5], [5] * 90], "max_tokens": 10**6, **ANYTHING, "n": 2})
     assert streamed.usage is not None

@@ -90,6 +90,7 @@ def test_echo_puts_the_prompt_before_the_answer(server: Server) -> None:
         assert part.logprobs["text_offset"] == whole["logprobs"]["text_offset"]
 
 
+@pytest.mark.slow
 def test_an_echo_without_an_answer_is_streamed_too(server: Server) -> None:
     streamed = stream(server, COMPLETIONS, {"prompt": CONTEXT, "echo": True, "max_tokens": 0})
     assert (streamed.choices[0].text, streamed.choices[0].finish_reason) == (CONTEXT, "length")

@@ -59,6 +59,7 @@ def test_reasoning_that_the_prompt_has_opened_and_nothing_has_closed(sdk: openai
     assert last.usage == whole.usage
 
 
+@pytest.mark.slow
 def test_reasoning_may_be_left_out_of_the_answer(sdk: openai.OpenAI) -> None:
     whole = sdk.chat.completions.create(**fields("<think>", include_reasoning=False))
     assert not whole.choices[0].message.content

@@ -109,6 +109,7 @@ def test_more_renderings_than_helpers_wait_for_their_turn_and_leave_none_behind(
     assert len(helpers(server)) <= 2
 
 
+@pytest.mark.slow
 def test_clients_that_leave_do_not_pile_up_renderings(server: Server) -> None:
     def leave(_: int) -> None:
         with httpx.Client(base_url=server.base_url, timeout=0.2) as client, pytest.raises(httpx.TimeoutException):

@@ -23,6 +23,7 @@ def _name(value: object) -> str:
     return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream", "how", "n"), slow_except(_CASES, *_QUICK), ids=_name)
 @pytest.mark.parametrize("narrow_tiny_server", ["uvloop"], indirect=True, scope="session")
 def test_client_gone_while_its_prompt_is_tokenized_leaves_nothing_and_is_never_prefilled(

@@ -146,6 +146,7 @@ GGUF_TRAPS |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", GGUF_TRAPS)
 def test_a_gguf_file_that_lies_is_refused_by_name(trap: str, tmp_path: Path, loader: Loader) -> None:
     make, words = GGUF_TRAPS[trap]

@@ -66,6 +66,7 @@ def in_the_middle(
             yield ranks, inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_stops_in_a_step_is_named_by_all_others_at_the_deadline(
     library: Library, small: tuple[ModelConfig, Weights], number: signal.Signals

@@ -19,6 +19,7 @@ def plain(folder: Path, source: Path) -> Path:
     return build(folder, source, "-O2")
 
 
+@pytest.mark.slow
 def test_each_index_runs_once_however_long_anybody_takes(tmp_path: Path):
     assert stress(dawdling(tmp_path, STRESS), THREADS, seconds=2) > 20
 

@@ -124,6 +124,7 @@ class Launches(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_little_is_started_around_the_layers_and_steps_with_prompts_are_graphs_as_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -205,6 +205,7 @@ def test_a_cache_of_8_bits_is_read_as_the_numbers_that_it_has(window):
     case.assert_right(attend(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", slow_except([None, 200], 200))
 def test_a_sink_takes_its_share_once_in_decodes_of_one_part_or_several_and_in_chunks(window):
     lengths = [(1, 20), (1, 700), (1, 3), (20, 290)]

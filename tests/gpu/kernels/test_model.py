@@ -97,6 +97,7 @@ CONFIGS |= {name: replace(model_config(DENSE[name]), num_hidden_layers=2, layer_
 CONFIGS["glm-moe"] = replace(model_config(DEEPSEEK["glm-moe"]), num_hidden_layers=2, layer_types=WINDOWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CONFIGS, "llama", "gemma2", "sinks"))
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(name, wanted, form):
     model = build(CONFIGS[name], TritonAttention)

@@ -84,6 +84,7 @@ def test_a_request_on_cached_prefix_blocks_gives_the_logits_of_transformers(pair
     assert_logits(logits, expected(oracle, second)[cached:])
 
 
+@pytest.mark.slow
 def test_a_preempted_request_resumes_in_other_blocks_with_the_same_logits(pair):
     oracle, model = pair
     runner, tokens = Runner(model), prompt(5)

@@ -405,6 +405,9 @@ class Pooling(enum.StrEnum):
 
     MEAN = "mean"
     LAST = "last"  # of the last token, which has seen all others
+    CLS = "cls"  # of the first token; this and the following are for encoders only
+    WEIGHTED_MEAN = "weighted_mean"  # the n-th token counts n times
+    CLASSIFY = "classify"  # the logits of the classification head
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False):
@@ -425,6 +428,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     pooling: Pooling | None = None
     keeps_prefix: bool = False  # its conversation may go on, so the prefix cache keeps its blocks longer
     is_private: bool = False  # its KV blocks are never copied to a tier
+    second_segment: int = 0  # index of the first token of the second of two texts, for encoders; 0: there is one text
+    num_unpooled: int = 0  # tokens at the start that pooling by mean leaves out, for encoders
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -537,6 +542,7 @@ class ModelFacts(msgspec.Struct, kw_only=True, frozen=True):
     is_batch_invariant: bool = False  # a token's bits depend only on its request
     state_bytes: int = 0  # of one request, in all layers with a state instead of keys and values
     num_checkpoints: int = 0  # copies of states that there is memory for
+    is_encoder: bool = False  # every prompt is computed whole, in one step; nothing is cached and nothing generated
 
 
 FACTS_OF_PLANS = ("prompt_form_differs", "kv_windows", "state_bytes", "num_checkpoints")  # a simulation needs them

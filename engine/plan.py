@@ -39,6 +39,8 @@ class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     stop_token_ids: list[int]  # EOS (unless ignored) and the request's own: masked until min_tokens
     pooling: Pooling | None = None
     checkpoint: int = NO_CHECKPOINT  # the state after `num_computed_tokens` tokens, of a model that has states
+    second_segment: int = 0  # as in `EngineCoreRequest`, as is `num_unpooled`
+    num_unpooled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,6 +217,8 @@ class Request:
             stop_token_ids=sorted(self._ends),
             pooling=self.message.pooling,
             checkpoint=self.checkpoint,
+            second_segment=self.message.second_segment,
+            num_unpooled=self.message.num_unpooled,
         )
 
     def snapshot(self, waits_for: WaitsFor | None = None) -> RequestSnapshot:

@@ -6,6 +6,7 @@ In reading order:
 
 config          The model's configuration, whatever kind of file it comes from, and checks of its numbers.
 architecture    The parts of a model, their names in files, and mixtures of experts.
+encoder         The parts of an encoder.
 gemma_layers    The parts of Gemma 3n and 4 that other families do not have.
 families        The families of models that are served.
 tensors         The tensors of a model, their slices for a rank, and stacked experts.

@@ -52,7 +52,7 @@ def longrope_attention_factor(factor: float, original: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. Field names are those of a Hugging Face `config.json`."""
+    """A decoder-only transformer, or an encoder. Field names are those of a Hugging Face `config.json`."""
 
     architecture: str  # a key of `gpu.checkpoint.families.table.FAMILIES`
     vocab_size: int
@@ -78,6 +78,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
     numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # fields that only this family has
+    encoder: Any = None  # the `encoder.EncoderSpec` of an encoder; None: a decoder
     transformers_dir: str | None = None  # the folder of a model that transformers computes; None: Headrace does
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from gpu.checkpoint import architecture
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
@@ -223,6 +224,8 @@ FAMILIES |= {"Gemma3nForConditionalGeneration": GEMMA3N, "Gemma4ForConditionalGe
 
 def spec_of(config: ModelConfig) -> architecture.DecoderSpec:
     """Return the specification of a model. Raises ModelError for an architecture that is not supported."""
+    if config.encoder is not None:
+        return cast(architecture.DecoderSpec, config.encoder)
     if config.transformers_dir is not None:
         return architecture.foreign_spec(config)
     if config.architecture not in FAMILIES:

@@ -30,12 +30,13 @@ from gpu.checkpoint.config import (
 from gpu.checkpoint.embedder import embedder_of_gguf
 from gpu.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
+from gpu.checkpoint.families.gemma import GEMMA3N, GEMMA4, values_of_gguf
 from gpu.checkpoint.families.hybrid import GRANITE_4, LFM2_MOE
 from gpu.checkpoint.families.qwen_hybrid import QWEN3_5_MOE, QWEN3_NEXT, SORTED, TILED
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
-from gpu.checkpoint.hf_config import FULL, LINEAR, SLIDING, check_config, linear_or_yarn, longrope
+from gpu.checkpoint.hf_config import FULL, LINEAR, SLIDING, check_config, config_from_hf, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_rows import QuantizedRows
 from gpu.checkpoint.tensors import Weight, check_shapes, reordered, rows_of, sliced
@@ -76,7 +77,7 @@ def read_tensors(
         dtype, packed = _PLAIN.get(tensor.type.name), file.packed(tensor.name)
         if part is not None and part.expert is not None:
             packed = packed[part.expert]
-        elif part is not None and _is_fused(part):
+        if part is not None and _is_fused(part):
             packed = packed[part.rows]
         shape = _shape(tensor, part)
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype).reshape(shape)
@@ -87,6 +88,12 @@ def read_tensors(
         yield name, weight if part is None else reordered(weight, part.gguf_order)
 
 
+# Tensors that files of Gemma 3n and 4 also have for layers that read the keys and values of others.
+_OF_READERS = {
+    "attn_k.weight": "k_proj.weight",
+    "attn_v.weight": "v_proj.weight",
+    "attn_k_norm.weight": "k_norm.weight",
+}
 _TO_KEYS, _TO_VALUES = ".attn_k_b.weight", ".attn_v_b.weight"  # together, the matrix from latents of DeepSeek
 
 
@@ -105,9 +112,9 @@ def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
     """Return the shape of a part of a tensor."""
     if part is None:
         return tensor.shape
-    if part.expert is not None:
-        return tensor.shape[1:]
-    shape = part.shape[:1] + tensor.shape[1:] if _is_fused(part) else tensor.shape
+    shape = tensor.shape if part.expert is None else tensor.shape[1:]
+    if _is_fused(part):
+        shape = part.shape[:1] + shape[1:]
     # Converters add and leave out dimensions of 1.
     are_same = [size for size in part.shape if size > 1] == [size for size in shape if size > 1]
     return part.shape if are_same else shape
@@ -131,13 +138,17 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
         if name in parts:  # a vector without a suffix, or a bias without a matrix
             stem, kind = name, "weight"
         found = parts.get(stem, [])
-        several = len(found) if found and found[0].expert is not None else rows_of(found) if len(found) > 1 else None
+        several = rows_of(found) if len(found) > 1 else None
+        if found and found[0].expert is not None:
+            several = len({part.expert for part in found})
         if found and several in (None, tensor.shape[0]):
             for part in found:
                 is_whole = kind == "weight" or part.suffix == f"_{kind}"
                 yield part.weight_name if is_whole else f"{part.name}.{kind}", tensor, part
         elif (layer := _LAYER.match(name)) and f"{layer[0].removesuffix('nextn.')}nextn.eh_proj.weight" in file.tensors:
             yield f"model.layers.{layer[1]}.{name[layer.end() :]}", tensor, None
+        elif layer and name[layer.end() :] in _OF_READERS:
+            yield f"model.layers.{layer[1]}.self_attn.{_OF_READERS[name[layer.end() :]]}", tensor, None
         elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS.values()):  # which the configuration has
             yield name, tensor, None
 
@@ -178,6 +189,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             raise ModelError(f"{file.path.name}: expert_gating_func contradicts exp_probs_b.bias. Convert it anew.")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
+    if family in (GEMMA3N, GEMMA4):
+        config = config_from_hf(values_of_gguf(file, family), eos_token_ids=_eos_token_ids(file), source=file.path.name)
+        return replace(config, bos_token_id=file.get("tokenizer.ggml.bos_token_id", int))
 
     def find(_: str, field: HeaderField) -> tuple[object, str]:
         key = f"{architecture}.{field.gguf}"
@@ -232,13 +246,17 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         qk_norm=of_delta_nets or "blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
         layer_types=kinds,
-        eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
+        eos_token_ids=_eos_token_ids(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
         numbers=own,
     )
     config = family.complete(config, {}, file.path.name)
     check_config(config, source=file.path.name)
     return config
+
+
+def _eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None))
 
 
 def _complete_granite_4(file: GGUFFile, sizes: dict[str, Any], own: dict[str, int | float]) -> None:

@@ -148,7 +148,7 @@ def check_config(config: ModelConfig, *, source: str) -> None:
             f"{rotary}."
         )
     shared, layers = numbers.get("num_kv_shared_layers", 0), range(config.num_hidden_layers)
-    if not {*map(config.window, layers)} <= {*map(config.window, layers[: len(layers) - int(shared)])}:
+    if not {*map(config.window, layers)} <= {*map(config.window, layers[: max(0, len(layers) - int(shared))])}:
         raise ModelError(
             f"{source}: num_kv_shared_layers ({shared}) must leave layers with their own keys, of each kind in "
             f"layer_types."

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,6 +25,8 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -33,6 +36,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
 }
+GEMMA = {"gemma3n", "gemma4"}
 DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
 PERMUTED = {"mistral3", "granite", "granitehybrid", "smollm3"}
 RENAMED = {"shared_mlp.output_linear": "mlp.down_proj", "e_score_correction_bias": "e_score_correction.bias"}
@@ -53,6 +57,7 @@ def write_gguf(
     keys, values and gates are whole. `tensors` are added. `metadata` replaces values by their keys; None leaves them
     out."""
     config = oracle.config
+    config.allow_global_per_layer_attribute_access = True
     name = architecture_of(config)
     has_experts = name == "granitehybrid" and config.num_local_experts
     writer = gguf.GGUFWriter(str(path), name)
@@ -61,6 +66,8 @@ def write_gguf(
         _describe_latents(writer, config, split)
     if name in DELTA_NETS:
         _describe_delta_nets(writer, config)
+    if name in GEMMA:
+        _describe_gemma(writer, config)
     for key, value in metadata.items():
         written = writer.kv_data[0]
         if value is None:
@@ -103,6 +110,12 @@ def write_gguf(
                 continue
             if name != "qwen3next":
                 values = _tiled(given, values, config)
+        if name in GEMMA and (found := _of_gemma(given)):
+            if "{" in found:
+                experts.setdefault(found, []).append(values)
+            else:
+                _add(writer, found, values, kind)
+            continue
         in_hf, values = _of_states(in_hf, values)
         if ".experts.gate_up_proj" in in_hf:
             for each, rows in zip(("gate_proj", "up_proj"), np.split(values, 2, 1), strict=True):
@@ -117,6 +130,9 @@ def write_gguf(
     for added, values in (tensors or {}).items():
         writer.add_tensor(added, values)
     for in_hf, matrices in experts.items():
+        if "{" in in_hf:
+            writer.add_tensor(in_hf.replace("{}", "weight"), np.stack(matrices))
+            continue
         merged = in_hf.removeprefix("model.") if "feed_forward" in in_hf else in_hf
         writer.add_tensor(_name(names, merged), np.stack(matrices))
     writer.write_header_to_file()
@@ -254,6 +270,66 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type != "lfm2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+_OF_GEMMA = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+}
+
+
+def _of_gemma(name: str) -> str | None:
+    """Return the name of a tensor that converters of Gemma 3n and 4 treat apart, with {} if they stack it."""
+    for stacked, in_gguf in (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj")):
+        if stacked in name:
+            return f"{in_gguf}.{{}}"
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_OF_GEMMA[rest]}" if rest in _OF_GEMMA else None
+
+
+def _describe_gemma(writer: gguf.GGUFWriter, config: Any) -> None:
+    values, kinds = config.to_dict(), config.layer_types
+    windows = [kind == "sliding_attention" for kind in kinds]
+    writer.add_sliding_window_pattern(windows)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
+    local = config.rope_parameters["sliding_attention"]["rope_theta"]
+    writer.add_rope_freq_base_swa(local)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "gemma3n_text":
+        writer.add_altup_active_idx(config.altup_active_idx)
+        writer.add_altup_num_inputs(config.altup_num_inputs)
+        shares = torch.tensor(config.activation_sparsity_pattern)
+        writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+        return
+    of_full = values["per_layer_config"][str(kinds.index("full_attention"))]
+    dim = of_full["head_dim"]
+    written = writer.kv_data[0]
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        written[f"gemma4.{key}"].value = dim
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    if config.use_double_wide_mlp:
+        first, inner = config.num_hidden_layers - config.num_kv_shared_layers, config.intermediate_size
+        del written["gemma4.feed_forward_length"]
+        writer.add_feed_forward_length([inner if index < first else 2 * inner for index in range(len(kinds))])
+    if "num_key_value_heads" in of_full:
+        heads = config.num_key_value_heads, of_full["num_key_value_heads"]
+        del written["gemma4.attention.head_count_kv"]
+        writer.add_head_count_kv([heads[not has_window] for has_window in windows])
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    rotated = int(dim * config.rope_parameters["full_attention"].get("partial_rotary_factor", 1.0) / 2)
+    divisors = np.array([1.0] * rotated + [1e30] * (dim // 2 - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _describe_delta_nets(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.checkpoint import architecture, gemma_layers
 from gpu.checkpoint.architecture import Part
 from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError, shown
+
+if TYPE_CHECKING:
+    from gpu.checkpoint.gguf_file import GGUFFile
 
 _ACTIVATIONS = ("gelu_pytorch_tanh", None)
 _VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -228,7 +231,7 @@ def _gemma3n_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
 def _gemma3n_finish(spec: architecture.DecoderSpec, config: ModelConfig) -> architecture.DecoderSpec:
     shape, count = (config.hidden_size, config.hidden_size), int(config.numbers["altup_num_inputs"]) - 1
     projections, back = (
-        tuple(Part(f"model.altup_{name}.{index}", gguf, shape) for index in range(count))
+        tuple(Part(f"model.altup_{name}.{index}", gguf, shape, expert=index) for index in range(count))
         for name, gguf in (("projections", "altup_proj"), ("unembed_projections", "altup_unembd_proj"))
     )
     return replace(_finish_with_vectors(spec, config), streams=gemma_layers.StreamsSpec(projections, back))
@@ -267,6 +270,7 @@ def _gemma3n_rewrite(values: dict[str, Any], source: str) -> dict[str, Any]:
 GEMMA3N = architecture.Architecture(
     name="Gemma3nForCausalLM",
     model_type="gemma3n_text",
+    gguf="gemma3n",
     defaults=_DEFAULTS_SINCE_3N | {"num_key_value_heads": 2},
     allowed_values=_VALUES,
     numbers=_NUMBERS
@@ -300,7 +304,7 @@ def _gemma4_layer(config: ModelConfig, index: int) -> architecture.LayerSpec:
 
 def _experts(config: ModelConfig, index: int) -> gemma_layers.ParallelExpertsSpec:
     inner, prefix = int(config.numbers["moe_intermediate_size"]), f"model.layers.{index}.router"
-    gate = architecture.Stack("experts.gate_up_proj", stop=inner, outputs_first=True)
+    gate = architecture.Stack("experts.gate_up_proj", stop=inner, outputs_first=True, in_gguf=True)
     experts = architecture.mixture_of_experts(
         config,
         index,
@@ -308,9 +312,17 @@ def _experts(config: ModelConfig, index: int) -> gemma_layers.ParallelExpertsSpe
         networks=("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"),
         inner=inner,
         normalized=True,
-        stacks=(gate, replace(gate, start=inner, stop=None), replace(gate, name="experts.down_proj", stop=None)),
+        stacks=(
+            gate,
+            replace(gate, start=inner, stop=None),
+            architecture.Stack("experts.down_proj", outputs_first=True),
+        ),
     )
-    networks = tuple(architecture.GeGLUSpec(each.gate, each.up, each.down) for each in experts.experts)
+    fused = f"blk.{index}.ffn_gate_up_exps"
+    networks = tuple(
+        architecture.GeGLUSpec(replace(each.gate, gguf=fused), replace(each.up, gguf=fused), each.down)
+        for each in experts.experts
+    )
     norm = partial(architecture.norm_of_layer, config, index)
     return gemma_layers.ParallelExpertsSpec(
         experts=replace(experts, experts=networks),
@@ -388,6 +400,7 @@ _FLAG = replace(FLAG, default=False)
 GEMMA4 = architecture.Architecture(
     name="Gemma4ForCausalLM",
     model_type="gemma4_text",
+    gguf="gemma4",
     defaults=_DEFAULTS_SINCE_3N | {"num_key_value_heads": 4},
     allowed_values={**_VALUES, "use_bidirectional_attention": (None, "vision")},
     numbers=_NUMBERS
@@ -406,3 +419,99 @@ GEMMA4 = architecture.Architecture(
     finish=_finish_with_vectors,
     **_SINCE_3N,
 )
+
+
+# ----------------------------------------------------------------------------------------------------------- gguf files
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+}
+_STREAM_KEYS = {"altup_active_idx": "altup.active_idx", "altup_num_inputs": "altup.num_inputs"}
+_HEAD_KEYS = {"global_head_dim": "attention.key_length", "head_dim": "attention.key_length_swa"}
+_EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_NOT_ROTATED = 1e20  # a larger divisor of a frequency means that its pair does not rotate
+
+
+def values_of_gguf(file: GGUFFile, family: architecture.Architecture) -> dict[str, Any]:
+    """Return the config.json of Gemma 3n or 4 from which a converter wrote the metadata of `file`, so that files of
+    both kinds pass the same checks. Raises ModelError for metadata that is missing or contradicts itself."""
+    prefix, is_3n, get = f"{family.gguf}.", family is GEMMA3N, file.metadata.get
+    keys = _KEYS | (_STREAM_KEYS if is_3n else _HEAD_KEYS)
+    if not is_3n and get(f"{prefix}expert_count"):
+        keys |= _EXPERT_KEYS
+    values: dict[str, Any] = {key: get(prefix + gguf) for key, gguf in keys.items()}
+
+    def check(key: str, holds: bool, needed: str) -> None:
+        if not holds:
+            raise ModelError(
+                f"{file.path.name}: metadata {prefix}{key} must be {needed}, got {shown(get(prefix + key))}. Convert "
+                "the model anew."
+            )
+
+    for key, gguf in keys.items():
+        check(gguf, values[key] is not None, "there")
+    count, shared = (file.require(f"{prefix}{key}", int) for key in ("block_count", "attention.shared_kv_layers"))
+    windows = file.require_array(f"{prefix}attention.sliding_window_pattern", bool)
+    check("attention.sliding_window_pattern", len(windows) == count, "an array with an entry for each layer")
+    theta, local = file.require(f"{prefix}rope.freq_base", float), file.get(f"{prefix}rope.freq_base_swa", float, 1e4)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if is_3n:
+        of_sparse = file.require_array(f"{prefix}activation_sparsity_scale", float)
+        values["activation_sparsity_pattern"] = [round(NormalDist().cdf(each), 6) for each in of_sparse]
+        first = file.tensors.get("blk.0.laurel_l.weight")
+        values["laurel_rank"] = first.shape[0] if first else 1
+    else:
+        heads, inner = values["num_key_value_heads"], values["intermediate_size"]
+        if isinstance(heads, list):
+            of_kind = [
+                {heads[index] for index, has in enumerate(windows[: len(heads)]) if has == kind} for kind in (1, 0)
+            ]
+            is_known = len(heads) == count and [*map(len, of_kind)] == [1, 1]
+            check("attention.head_count_kv", is_known, "an array with one number for each kind of layer")
+            values |= {"num_key_value_heads": of_kind[0].pop(), "num_global_key_value_heads": of_kind[1].pop()}
+        if isinstance(inner, list):
+            wide = inner[:1] * (count - shared) + [2 * each for each in inner[:1]] * shared
+            check("feed_forward_length", inner == wide, "twice as much in layers that read the keys of others")
+            values |= {"intermediate_size": inner[0], "use_double_wide_mlp": True}
+        full = [index for index, has_window in enumerate(windows[: count - shared]) if not has_window]
+        have_values = [f"blk.{index}.attn_v.weight" in file.tensors for index in full]
+        values |= {"attention_k_eq_v": not any(have_values), "enable_moe_block": "num_experts" in values}
+        if "rope_freqs.weight" in file.tensors:
+            divisors = file.read("rope_freqs.weight").ravel()
+            rotated = int((divisors == 1.0).sum())
+            is_known = (divisors[:rotated] == 1.0).all() and (divisors[rotated:] > _NOT_ROTATED).all()
+            check("rope_freqs.weight", bool(is_known), "1 for the pairs that rotate, followed by 1e30 for others")
+            rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / max(1, len(divisors))}
+    for swa in ("", "_swa"):
+        size = get(f"{prefix}attention.key_length{swa}")
+        check(f"attention.value_length{swa}", get(f"{prefix}attention.value_length{swa}") == size, "that of keys")
+        rotated = get(f"{prefix}rope.dimension_count{swa}", size)
+        check(f"rope.dimension_count{swa}", rotated == size, "the length of keys")
+    check("rope.scaling.type", get(f"{prefix}rope.scaling.type") in (None, "none"), "none")
+    embeddings = file.tensors.get("per_layer_token_embd.weight")
+    if (cap := get(f"{prefix}final_logit_softcapping")) is not None:
+        values["final_logit_softcapping"] = cap
+    return values | {
+        "architectures": [family.name],
+        "model_type": family.model_type,
+        "layer_types": [SLIDING if has_window else FULL for has_window in windows],
+        "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": local}},
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size_per_layer_input": embeddings.shape[0] if embeddings else 1,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": "bfloat16",  # files do not record it
+    }

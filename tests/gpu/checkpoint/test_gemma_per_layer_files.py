@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import Gemma4TextConfig
+from transformers import Gemma4TextConfig, PreTrainedConfig
 
 from engine.errors import ConfigError
-from gpu.checkpoint import ModelConfig, ModelError
+from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows, open_model
 from gpu.checkpoint.architecture import GeGLUSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gemma_layers import SparseGeGLUSpec
@@ -17,7 +19,11 @@ from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import check_shapes, tensor_shapes
 from gpu.kv_cache import kv_cache_size, kv_layout
 from gpu.sharding import Layout, check_cuts
-from tests.gpu.gemma_models import GEMMA, SIZES
+from gpu.weights.reading import floats, read_weights
+from tests.gpu.checkpoint.test_dense_files import assert_gives, made
+from tests.gpu.dense_gguf import write_gguf
+from tests.gpu.gemma_models import GEMMA, SIZES, WIDE
+from tests.selection import slow_except
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TEXT: dict[str, Any] = {  # google/gemma-4-E2B-it
@@ -121,6 +127,7 @@ def test_vision_audio_and_keys_that_no_layer_reads_are_skipped(caplog: pytest.Lo
     [
         ({"num_kv_shared_layers": 31}, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 36}, "num_kv_shared_layers"),
         ({"hidden_size_per_layer_input": 0}, "num_kv_shared_layers"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
@@ -146,3 +153,60 @@ def test_several_ranks_are_refused_by_name(setting: str):
             Layout(tensor_parallel_size=1 + (setting[0] == "t"), pipeline_parallel_size=1 + (setting[0] == "p")),
             gathers=False,
         )
+
+
+def changed(name: str, **changes: Any) -> PreTrainedConfig:
+    return type(GEMMA[name])(**GEMMA[name].to_dict() | changes)
+
+
+IN_GGUF = GEMMA | {"gemma4-own-keys": Gemma4TextConfig(**SIZES, **WIDE)}
+IN_GGUF["gemma3n-own-keys"] = changed("gemma3n-own-keys", altup_correct_scale=True)
+oracle_of = cache(lambda name: made(IN_GGUF[name]))
+
+
+@pytest.mark.parametrize("name", slow_except(IN_GGUF, "gemma4", "gemma3n"))
+def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name: str):
+    oracle = oracle_of(name)
+    assert_gives(open_model(str(write_gguf(tmp_path / "m.gguf", oracle))), oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str):
+    oracle = oracle_of(name)
+    plain = dict(read_weights(open_model(str(write_gguf(tmp_path / "plain.gguf", oracle)))))
+    packed = dict(read_weights(open_model(str(write_gguf(tmp_path / "packed.gguf", oracle, kind="Q8_0")))))
+    assert plain.keys() == packed.keys()
+    assert any(isinstance(weight, QuantizedRows) for weight in packed.values())
+    for tensor, weight in packed.items():
+        wanted = floats(plain[tensor])
+        np.testing.assert_allclose(floats(weight), wanted, atol=float(np.abs(wanted).max()) / 200, err_msg=tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "named"),
+    [
+        ("gemma4", {"attention.key_length_swa": None}, "key_length_swa"),
+        ("gemma4", {"attention.value_length": 16}, "value_length"),
+        ("gemma4", {"attention.shared_kv_layers": None}, "shared_kv_layers"),
+        ("gemma4", {"attention.shared_kv_layers": 7}, "feed_forward_length"),
+        ("gemma4", {"attention.sliding_window_pattern": [True, False]}, "sliding_window_pattern"),
+        ("gemma4", {"attention.sliding_window_pattern": [True] * 6}, "layer_types"),
+        ("gemma4", {"feed_forward_length": [48] * 6}, "feed_forward_length"),
+        ("gemma4", {"rope.scaling.type": "yarn"}, "rope.scaling.type"),
+        ("gemma4", {"rope.dimension_count": 8}, "rope.dimension_count"),
+        ("gemma3n", {"rope.dimension_count": 8}, "rope.dimension_count"),
+        ("gemma4", {"embedding_length_per_layer_input": 0}, "num_kv_shared_layers"),
+        ("gemma4-moe", {"attention.head_count_kv": [2, 2, 1, 2, 1, 1]}, "head_count_kv"),
+        ("gemma4-moe", {"expert_used_count": None}, "expert_used_count"),
+        ("gemma4-moe", {"expert_count": 5}, "ffn_gate_up_exps"),
+        ("gemma3n", {"attention.shared_kv_layers": 7}, "num_kv_shared_layers"),
+        ("gemma3n", {"altup.num_inputs": 4}, "altup_projections"),
+        ("gemma3n", {"altup.active_idx": 3}, "altup_active_idx"),
+        ("gemma3n", {"activation_sparsity_scale": [float("nan")] * 6}, "activation_sparsity_pattern"),
+        ("gemma3n", {"activation_sparsity_scale": [1.0]}, "activation_sparsity_pattern"),
+    ],
+)
+def test_wrong_or_missing_metadata_of_a_gguf_file_is_refused_by_name(tmp_path, name, metadata, named):
+    with pytest.raises(ModelError, match=named):
+        open_model(str(write_gguf(tmp_path / "m.gguf", oracle_of(name), **metadata)))

@@ -493,14 +493,13 @@ def values_of_gguf(file: GGUFFile, family: architecture.Architecture) -> dict[st
         if "rope_freqs.weight" in file.tensors:
             divisors = file.read("rope_freqs.weight").ravel()
             rotated = int((divisors == 1.0).sum())
-            is_known = (divisors[:rotated] == 1.0).all() and (divisors[rotated:] > _NOT_ROTATED).all()
-            check("rope_freqs.weight", bool(is_known), "1 for the pairs that rotate, followed by 1e30 for others")
+            are_known = (divisors[:rotated] == 1.0).all() and (divisors[rotated:] > _NOT_ROTATED).all()
+            check("rope_freqs.weight", bool(are_known), "1 for the pairs that rotate, followed by 1e30 for others")
             rope |= {"rope_type": "proportional", "partial_rotary_factor": rotated / max(1, len(divisors))}
     for swa in ("", "_swa"):
         size = get(f"{prefix}attention.key_length{swa}")
         check(f"attention.value_length{swa}", get(f"{prefix}attention.value_length{swa}") == size, "that of keys")
-        rotated = get(f"{prefix}rope.dimension_count{swa}", size)
-        check(f"rope.dimension_count{swa}", rotated == size, "the length of keys")
+        check(f"rope.dimension_count{swa}", get(f"{prefix}rope.dimension_count{swa}", size) == size, "that of keys")
     check("rope.scaling.type", get(f"{prefix}rope.scaling.type") in (None, "none"), "none")
     embeddings = file.tensors.get("per_layer_token_embd.weight")
     if (cap := get(f"{prefix}final_logit_softcapping")) is not None:

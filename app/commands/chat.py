@@ -59,7 +59,7 @@ def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None,
             conversation.set(name, str(value))
     if temperature is not None:
         conversation.set("temperature", str(temperature))
-    commands = Commands(conversation)
+    commands = Commands(conversation, client.models)
     readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted paragraph is one question; off by default
     print(f"{printable(conversation.model)}. /help lists commands; Ctrl-C stops an answer.")
     while not commands.wants_to_leave:
@@ -217,6 +217,7 @@ HELP = """\
 /set NAME VALUE   set a field of all further requests, such as /set temperature 0.5
 /set NAME         use the server's default again; /set alone lists what is set
 /system TEXT      set the system prompt; without TEXT remove it
+/model NAME       ask another model of the server; without NAME list them
 /reset            forget the conversation
 /save FILE        write the conversation as the JSON of a request
 /exit             leave, as Ctrl-D does; Ctrl-C stops an answer
@@ -258,13 +259,16 @@ class Conversation:
 class Commands:
     """The commands that begin with a slash."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, models: Callable[[], list[dict[str, Any]]]) -> None:
+        """`models` returns the cards of the server's models."""
         self._conversation = conversation
+        self._models = models
         self.wants_to_leave = False
         self._commands: dict[str, Callable[[str], str]] = {
             "/help": lambda _: HELP,
             "/set": self._set,
             "/system": self._system,
+            "/model": self._model,
             "/reset": self._reset,
             "/save": self._save,
             "/exit": self._exit,
@@ -280,7 +284,7 @@ class Commands:
             return f"There is no {word}. {_nearest(word, self._commands) or '/help lists the commands.'}"
         try:
             return self._commands[word](rest.strip())
-        except SettingsError as error:
+        except (SettingsError, ServerError) as error:
             return str(error)
 
     def _set(self, rest: str) -> str:
@@ -299,6 +303,16 @@ class Commands:
     def _system(self, text: str) -> str:
         self._conversation.system = text or None
         return "The next answer uses it." if text else "There is no system prompt now."
+
+    def _model(self, name: str) -> str:
+        cards = {card["id"]: card for card in self._models()}
+        if not name:
+            return "\n".join(f"{printable(each)} {printable(card.get('status') or '')}" for each, card in cards.items())
+        if name not in cards:
+            return f"There is no model {printable(name)}. {_nearest(name, cards) or '/model lists the models.'}"
+        self._conversation.model = name
+        self._conversation.defaults = cards[name].get("default_parameters") or {}
+        return "It gives the next answer, and reads the conversation so far."
 
     def _reset(self, _: str) -> str:
         self._conversation.messages.clear()

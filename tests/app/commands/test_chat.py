@@ -11,6 +11,7 @@ from app.commands.chat import HELP, SETTABLE, Commands, Conversation, Figures, _
 from app.config.settings import SettingsError
 from tests.app.bench.scripted_server import SSE_HEAD, scripted
 
+CARDS = [{"id": "smol", "status": "loaded"}, {"id": "org/large", "default_parameters": {"temperature": 0.7}}]
 DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
 
@@ -20,19 +21,19 @@ def conversation() -> Conversation:
 
 
 def typed(conversation: Conversation, line: str) -> str:
-    said = Commands(conversation).take(line)
+    said = Commands(conversation, lambda: CARDS).take(line)
     assert said is not None
     return said
 
 
 @pytest.mark.parametrize("line", ["Hello", "/etc/passwd is what?", " /help", "1/2", "//", "/path-like thing"])
 def test_messages_are_no_commands(conversation, line):
-    assert Commands(conversation).take(line) is None
+    assert Commands(conversation, lambda: CARDS).take(line) is None
 
 
 def test_help_names_every_command_and_an_unknown_one_gets_a_hint(conversation):
     assert typed(conversation, "/help") == HELP
-    for word in Commands(conversation)._commands.keys() - {"/quit", "/help"}:
+    for word in Commands(conversation, lambda: CARDS)._commands.keys() - {"/quit", "/help"}:
         assert word in HELP
     assert typed(conversation, "/hepl me") == "There is no /hepl. Did you mean /help?"
     assert typed(conversation, "/") == "There is no /. /help lists the commands."
@@ -89,6 +90,16 @@ def test_the_system_prompt_changes_and_goes(conversation):
     assert conversation.body()["messages"] == [{"role": "system", "content": "You are a pirate."}]
     typed(conversation, "/system")
     assert conversation.body()["messages"] == []
+
+
+def test_another_model_goes_on_with_its_own_defaults(conversation):
+    conversation.messages.append({"role": "user", "content": "Hello"})
+    assert typed(conversation, "/model").splitlines() == ["smol loaded", "org/large "]
+    assert typed(conversation, "/model org/larg") == "There is no model org/larg. Did you mean org/large?"
+    typed(conversation, "/model org/large")
+    assert conversation.body()["model"] == "org/large"
+    assert conversation.body()["messages"][-1]["content"] == "Hello"
+    assert typed(conversation, "/set temperature") == "temperature 0.7 (default)"
 
 
 def test_a_conversation_is_saved_as_a_request_and_over_nothing(conversation, tmp_path):

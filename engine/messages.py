@@ -401,10 +401,11 @@ def _at_most(name: str, values: Collection[object], limit: int) -> None:
 
 
 class Pooling(enum.StrEnum):
-    """The reduction of a prompt's hidden states to one vector."""
+    """The reduction of a prompt's hidden states to one vector, or none."""
 
     MEAN = "mean"
     LAST = "last"  # of the last token, which has seen all others
+    TOKENS = "tokens"  # the vector of every token, one after the other
     CLS = "cls"  # of the first token; this and the following are for encoders only
     WEIGHTED_MEAN = "weighted_mean"  # the n-th token counts n times
     CLASSIFY = "classify"  # the logits of the classification head

@@ -117,7 +117,7 @@ class Request:
     @property
     def reads_prefix_cache(self) -> bool:
         """True if blocks that other requests computed can be used. They have keys and values, but no hidden states."""
-        needs_all = self.sampling.prompt_logprobs is not None or self.message.pooling is Pooling.MEAN
+        needs_all = self.sampling.prompt_logprobs is not None or self.message.pooling in (Pooling.MEAN, Pooling.TOKENS)
         return not needs_all or self.num_output_tokens > 0
 
     def may_decode_ahead(self, num_planned_tokens: int) -> bool:

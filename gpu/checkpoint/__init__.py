@@ -18,6 +18,7 @@ hf_files        JSON files and safetensors headers, read within bounds.
 hf_config       A Hugging Face config.json as the model's configuration.
 transformers_config  The configuration of a model without a record, which transformers computes.
 embedder        Pooling and prompts of embedding models.
+scorer          Labels and activation of classifiers and rerankers.
 tokenizers      Bounds on tokenizers of unknown origin.
 model_files     A model on disk: described at once, read on demand; digest, default sampling, progress.
 gguf_model      A GGUF file as `ModelFiles`.
@@ -33,6 +34,7 @@ from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.model_files import SAMPLING_FIELDS, ModelFiles, Progress, model_digest, weight_paths
 from gpu.checkpoint.quantized_rows import QuantizedRows
 from gpu.checkpoint.resolve import LOAD_FORMATS, models_here, open_model
+from gpu.checkpoint.scorer import Scorer
 from gpu.checkpoint.tokenizers import is_known as is_known_tokenizer
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "Progress",
     "QuantizedRows",
     "RopeScaling",
+    "Scorer",
     "default_cache_dir",
     "is_known_tokenizer",
     "model_digest",

@@ -20,7 +20,7 @@ PoolingKind = Literal["mean", "last"]
 _MODES: dict[str, PoolingKind] = {"mean": "mean", "lasttoken": "last"}  # sentence-transformers' names
 _FLAGS: dict[str, str] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "lasttoken"}
 _GGUF_POOLING: dict[object, PoolingKind | None] = {None: None, 0: None, 1: "mean", 3: "last"}
-_UNDERSTOOD = ("Transformer", "Pooling", "Normalize")
+_UNDERSTOOD = ("Transformer", "Pooling", "Normalize", "LogitScore")  # the last one: `scorer`
 _MAX_MODULES = 16
 
 

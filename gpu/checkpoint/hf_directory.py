@@ -24,6 +24,7 @@ from gpu.checkpoint.embedder import Embedder, embedder_of_directory
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_layers import BNB_STATE, linear_layers, quantized_layers_of
+from gpu.checkpoint.scorer import as_decoder, scorer_of_directory
 from gpu.checkpoint.tensors import check_shapes, text_name, unstacked
 from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors
 from gpu.checkpoint.transformers_config import config_from_transformers, is_for_transformers
@@ -65,6 +66,8 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
     modelopt = hf_files.read_json(directory / "hf_quant_config.json").get("quantization")
     if isinstance(modelopt, dict):  # earlier files of modelopt do not repeat it in config.json
         values.setdefault("quantization_config", {**modelopt, "quant_method": "modelopt"})
+    scorer = scorer_of_directory(directory, values, name)
+    values = as_decoder(values) if scorer is not None and scorer.tokens else values
     quantized = None
     if is_for_transformers(values, model_impl):
         config = config_from_transformers(
@@ -93,6 +96,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
         quantized=quantized,
         tokenizer_config=tokenizer_config,
         embedder=embedder,
+        scorer=scorer,
         load_sampling=partial(default_sampling, generation_config.get, HF_KEYS, source),
     )
 

@@ -18,6 +18,7 @@ from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.hf_files import read_header
 from gpu.checkpoint.quantized_layers import QuantizedCheckpoint
+from gpu.checkpoint.scorer import Scorer
 
 # ----------------------------------------------------------------------------------------------------- default sampling
 # The sampling that a model's authors recommend, for parameters that a request does not set. The names are those that
@@ -142,6 +143,7 @@ class ModelFiles:
     seed: int = 0  # seed of random weights
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # tokenizer_config.json
     embedder: Embedder = field(default=Embedder(), repr=False)  # pooling and prompts of embeddings
+    scorer: Scorer | None = field(default=None, repr=False)  # of a classifier or reranker
     load_sampling: Callable[[], Sampling] = field(default=dict, repr=False)  # use `sampling`, which warns once
     progress: Progress = field(default=no_progress, repr=False)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens and pooled hidden states, for both runners.
+"""Log-probabilities of prompts' tokens and pooled or whole hidden states, for both runners.
 
 Few requests want these outputs; a step without such requests costs one look at an empty dictionary.
 """
@@ -19,12 +19,12 @@ from gpu.sampling.columns import how_many
 
 @dataclass
 class _Prompt:
-    """A request that wants prompt outputs, and the sum of its hidden states so far."""
+    """A request that wants prompt outputs, and the sum of its hidden states so far, or all of them."""
 
     token_ids: NDArray[np.int64]  # [P]
     num_logprobs: int | None
     pooling: Pooling | None
-    total: NDArray[np.float32] | None = None  # [hidden]
+    total: NDArray[np.float32] | None = None  # [hidden], or [tokens, hidden]
 
 
 class HiddenStates(Protocol):
@@ -106,8 +106,10 @@ def _pool(prompt: _Prompt, rows: NDArray[np.float32]) -> None:
         prompt.total = rows[-1]
         return
     # Row after row, so that the bits do not depend on how the prompt was cut into chunks.
-    before = [] if prompt.total is None else [prompt.total[None]]
-    prompt.total = np.add.reduce(np.concatenate([*before, rows]), axis=0)
+    is_whole = prompt.pooling is Pooling.TOKENS
+    before = [] if prompt.total is None else [prompt.total if is_whole else prompt.total[None]]
+    together = np.concatenate([*before, rows])
+    prompt.total = together if is_whole else np.add.reduce(together, axis=0)
 
 
 def _pooled(prompt: _Prompt) -> bytes:

@@ -77,13 +77,13 @@ def test_hidden_states_pooled(smollm2, smollm2_oracle, prompt):
             core,
             {
                 0: [request("fills the cache", prompt)],
-                20: [request("mean", prompt, pooling=Pooling.MEAN), request("last", prompt, pooling=Pooling.LAST)],
+                20: [request(each, prompt, pooling=Pooling(each)) for each in ("mean", "last", "tokens")],
             },
         )
-        for name, expected, cached in (("mean", hidden.mean(0), 0), ("last", hidden[-1], 112)):
+        for name, expected, cached in (("mean", hidden.mean(0), 0), ("last", hidden[-1], 112), ("tokens", hidden, 0)):
             end = the_end(story.outputs[name])
             assert end.embedding is not None
-            vector = np.frombuffer(end.embedding, np.float32)
+            vector = np.frombuffer(end.embedding, np.float32).reshape(expected.shape)
             np.testing.assert_allclose(vector, expected.numpy(), atol=2e-3 * float(expected.abs().max()))
             assert end.num_cached_tokens == cached
 

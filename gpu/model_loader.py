@@ -71,6 +71,10 @@ class ServedModel(LanguageModel, Protocol):
         """Allocate the cache of every layer, zeroed."""
         ...
 
+    def allocate_states(self, num_slots: int) -> None:
+        """Allocate zeroed states, in a model that has them, and append them to the caches."""
+        ...
+
 
 def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec:
     """Return a rank's shard of a model, made for the library that computes it. Raises ConfigError if the model cannot

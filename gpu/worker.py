@@ -29,7 +29,7 @@ from gpu.kv_cache import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, c
 from gpu.model_loader import ServedModel, free_memory, load_model, use_device
 from gpu.runner.host_runner import MAX_LOGITS_ROWS, ModelRunner
 from gpu.runner.rows import BatchSizes
-from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks, WorkerOptions
+from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks, StateInputs, WorkerOptions
 from gpu.sampling.sampler import token_logprobs
 
 if TYPE_CHECKING:
@@ -146,9 +146,6 @@ class Worker:
         if options.runner == "host" or (options.runner == "auto" and (not self._on_cuda or self._links != NO_LINKS)):
             model.allocate_kv_cache(size.num_blocks)
             if has_states:
-                from gpu.models.torch_model import TorchModel
-
-                assert isinstance(model, TorchModel)
                 model.allocate_states(size.num_states + size.num_checkpoints)
             self.kv_caches = model.kv_caches
             host_runner = ModelRunner(model, sizes, self._links, model.shards)
@@ -239,6 +236,7 @@ def perplexity(model: LanguageModel, token_ids: Sequence[int], block_size: int, 
         block_tables=np.arange(num_groups * -(-count // block_size), dtype=np.int32).reshape(num_groups, 1, -1),
         num_decodes=int(count == 1),
         num_prompt_tokens=np.array([count], dtype=np.int32),
+        states=StateInputs(np.zeros(1, dtype=np.int64), [(0, -1)], {}),  # ignored without states
     )
     hidden, total = model.forward(inputs)[:-1], 0.0
     for start in range(0, len(hidden), MAX_LOGITS_ROWS):

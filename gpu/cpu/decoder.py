@@ -22,6 +22,8 @@ from gpu.checkpoint.architecture import (
     AttentionSpec,
     ClampedSwiGLUSpec,
     DecoderSpec,
+    GatedAttentionSpec,
+    GatedDeltaSpec,
     GeGLUSpec,
     HeadOrder,
     Heads,
@@ -52,18 +54,19 @@ from gpu.cpu.library import (
     draw,
 )
 from gpu.cpu.weights import BF16, FORMS, LANES, PackedWeights, zeros
-from gpu.kv_cache import kv_layout
+from gpu.kv_cache import STATE_GROUP, kv_layout, widest_heads
 from gpu.rotary import query_scales, rotations
-from gpu.runner.runner import ModelInputs
+from gpu.runner.runner import ModelInputs, StateInputs
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
+_NO_STATES = StateInputs(np.empty(0, dtype=np.int64), [], {})
 _LOGITS_ROWS = 64  # rows of logits that ranks exchange at a time
 
 # The kinds of parts that `forward` computes; torch computes models with any other.
 _KINDS = {
     *(DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, RMSNormSpec, Part, Stack, HeadOrder),
-    *(SwiGLUSpec, GeGLUSpec, MoESpec, ClampedSwiGLUSpec),
+    *(SwiGLUSpec, GeGLUSpec, MoESpec, ClampedSwiGLUSpec, GatedAttentionSpec, GatedDeltaSpec),
 }
 
 
@@ -103,7 +106,10 @@ class CPUCausalLM:
         spec = self._spec = spec or spec_of(config)
         self._layers = (LayerStruct * len(spec.layers))()
         for struct, layer in zip(self._layers, spec.layers, strict=True):
-            heads = layer.attention.heads
+            attention = layer.attention
+            struct.attended_begin = _attended_begin(attention)
+            struct.is_gated = isinstance(attention, GatedAttentionSpec)
+            heads = attention.heads if isinstance(attention, AttentionSpec) else widest_heads(spec)
             struct.heads = HeadsStruct(
                 query=heads.query,
                 kv=heads.kv,
@@ -124,8 +130,11 @@ class CPUCausalLM:
             post_norms=spec.layers[0].attention_post_norm is not None,
             **_begins(spec),
         )
-        self._ropes = [layer.attention.rope for layer in spec.layers]
+        # Layers with a state have no positions, and get the angles of others.
+        ropes = [each.attention.rope for each in spec.layers if isinstance(each.attention, AttentionSpec)]
+        self._ropes = [getattr(layer.attention, "rope", ropes[0]) for layer in spec.layers]
         self._softcap = spec.softcap
+        self._states: NDArray[np.float32] | None = None  # [slots, layers, numbers]
         self.set_max_model_len(max_model_len)
         self._weights = PackedWeights(library, self._model, spec, quantized=quantized)
         self._weights.load(weights, config)
@@ -146,8 +155,8 @@ class CPUCausalLM:
         records = list(records_of(spec))
         if not {type(record) for record in records} <= _KINDS:
             return False
-        heads, epsilon = spec.layers[0].attention.heads, _epsilon(spec)
-        merged = [layer.attention.qkv for layer in spec.layers]  # their biases are one vector, or none
+        heads, epsilon = widest_heads(spec), _epsilon(spec)
+        merged = [_projections(layer.attention) for layer in spec.layers]  # their biases are one vector, or none
         mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
         outs = [layer.attention.out for layer in spec.layers]
         unmerged = set(parts_of(spec)).difference(outs, *merged, *map(parts_of, mixtures))
@@ -156,13 +165,10 @@ class CPUCausalLM:
             heads.dim % 16 == 0
             and heads.query // heads.kv <= MAX_GROUP
             and config.hidden_size % LANES == 0
-            and config.intermediate_size % LANES == 0
-            and all(
-                network.gate.shape[0] % LANES == 0
-                for mixture in mixtures
-                for network in (mixture.experts[0], mixture.shared)
-                if network is not None
-            )
+            and all(record.gate.shape[0] % LANES == 0 for record in records if isinstance(record, SwiGLUSpec))
+            and all(size % LANES == 0 for state in spec.state_layers for size in state.memory[1:])
+            and all(each.value_heads % each.key_heads == 0 for each in records if isinstance(each, GatedDeltaSpec))
+            and not any((record.size or 0) % 2 for record in records if isinstance(record, Rope))
             and not any(
                 mixture.shared and (mixture.shared_gate is None or isinstance(mixture.experts[0], ClampedSwiGLUSpec))
                 for mixture in mixtures
@@ -212,7 +218,17 @@ class CPUCausalLM:
         shape = (num_blocks, self.tokens_held // TILE, heads.kv, *pair)
         self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in range(layout.num_slots)]
         for layer, group, slot in zip(self._layers, layout.groups, layout.slots, strict=True):
-            layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
+            if group != STATE_GROUP:
+                layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
+
+    def allocate_states(self, num_slots: int) -> None:
+        """Allocate zeroed states, for a batch's rows and then for checkpoints, and append them to the caches."""
+        layers = self._spec.state_layers
+        shape = (num_slots, len(layers), layers[0].state_size)
+        self._states = zeros(4 * math.prod(shape)).view(np.float32).reshape(shape)
+        self.kv_caches += [self._states[:, index] for index in range(len(layers))]
+        for delta, states in zip(self._weights.deltas, self.kv_caches[-len(layers) :], strict=True):
+            delta.states, delta.stride = states.ctypes.data, shape[1] * shape[2]
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
         """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms. Of
@@ -221,6 +237,14 @@ class CPUCausalLM:
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise ValueError(f"a step has {num_tokens} tokens; the ranks have room for {self._max_tokens}")
         hidden = np.empty((num_tokens, self.config.hidden_size), dtype=np.float32)
+        states = _NO_STATES
+        if inputs.states is not None and self._states is not None:
+            states = inputs.states
+            for row, source in states.begins:
+                self._states[row] = self._states[source] if source >= 0 else 0.0
+        of_requests = [states.saves.get(index, []) for index in range(len(inputs.seq_lens))]
+        save_begin = np.cumsum([0, *map(len, of_requests)], dtype=np.int32)
+        saves = np.array([save for saves in of_requests for save in saves], dtype=np.int64)
         step = ForwardStruct(
             step=StepStruct(
                 num_tokens=num_tokens,
@@ -230,6 +254,9 @@ class CPUCausalLM:
                 seq_lens=inputs.seq_lens.ctypes.data,
                 block_table=inputs.block_tables.ctypes.data,
                 block_table_stride=inputs.block_tables.shape[2],
+                rows=states.rows.ctypes.data,
+                save_begin=save_begin.ctypes.data,
+                saves=saves.ctypes.data,
             ),
             input_ids=inputs.input_ids.ctypes.data,
             input=None if inputs.hidden is None else inputs.hidden.ctypes.data,
@@ -245,13 +272,14 @@ class CPUCausalLM:
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the longest served context, in tokens, and compute its tables of rotary angles."""
-        dim = self.config.head_dim
-        self._rotary = {rope: np.empty((2, max_model_len, dim // 2), dtype=np.float32) for rope in self._ropes}
+        sizes = {rope: rope.size or self.config.head_dim for rope in self._ropes}
+        self._rotary = {rope: np.empty((2, max_model_len, size // 2), np.float32) for rope, size in sizes.items()}
         for rope, table in self._rotary.items():
-            for positions, cosines, sines in rotations(max_model_len, dim, rope):
+            for positions, cosines, sines in rotations(max_model_len, sizes[rope], rope):
                 table[0, positions], table[1, positions] = cosines, sines
         self._query_scales = {rope: query_scales(max_model_len, rope.scaling) for rope in self._ropes}
         for layer, rope in zip(self._layers, self._ropes, strict=True):
+            layer.rotary = sizes[rope]
             layer.cosines, layer.sines = (half.ctypes.data for half in self._rotary[rope])
             scales = self._query_scales[rope]
             layer.query_scales = None if scales is None else scales.ctypes.data
@@ -322,17 +350,28 @@ def _epsilon(spec: DecoderSpec) -> float:
     return next(record.eps for record in records_of(spec) if isinstance(record, RMSNormSpec))
 
 
+def _projections(attention: Any) -> tuple[Part, ...]:
+    return attention.qkv if isinstance(attention, AttentionSpec) else attention.projections
+
+
+def _begin(part: Part | None) -> int:
+    """Return where a rank's shard begins in the whole model."""
+    return 0 if part is None or part.ranges is None else part.ranges[0][0]
+
+
+def _attended_begin(attention: Any) -> int:
+    """Return where the outputs of a rank's heads begin among those of all heads."""
+    if isinstance(attention, AttentionSpec):
+        return _begin(attention.qkv[0]) // (2 if isinstance(attention, GatedAttentionSpec) else 1)
+    return _begin(attention.dt_bias) * attention.value_dim
+
+
 def _begins(spec: DecoderSpec) -> dict[str, int]:
     """Return where a rank's shards begin in the whole model, by the fields of `ModelStruct`."""
-
-    def begin(part: Part | None) -> int:
-        return 0 if part is None or part.ranges is None else part.ranges[0][0]
-
     layer = spec.layers[0]
     gates = [each.feed_forward.gate for each in spec.layers if isinstance(each.feed_forward, SwiGLUSpec)]
     return {
-        "hidden_begin": begin(layer.attention.out),
-        "attended_begin": begin(layer.attention.qkv[0]),
-        "inner_begin": begin(gates[0] if gates else None),
-        "vocabulary_begin": begin(spec.head or spec.embedding),
+        "hidden_begin": _begin(layer.attention.out),
+        "inner_begin": _begin(gates[0] if gates else None),
+        "vocabulary_begin": _begin(spec.head or spec.embedding),
     }

@@ -1,9 +1,9 @@
 """The loaded C++ library: its functions, structs and draw.
 
 Its interface is plain pointers and sizes, without Python or torch, so that it compiles quickly with any C++ compiler
-and a call releases the interpreter's lock. The structs equal those of csrc/matrix.h, csrc/attention.h, csrc/experts.h
-and csrc/model.h, field by field: `PartStruct` is `headrace::Part`, and so on; `LayerStruct`, `ModelStruct` and
-`ForwardStruct` are `hr_layer`, `hr_model` and `hr_step`.
+and a call releases the interpreter's lock. The structs equal those of csrc/matrix.h, csrc/attention.h, csrc/delta.h,
+csrc/experts.h and csrc/model.h, field by field: `PartStruct` is `headrace::Part`, and so on; `LayerStruct`,
+`ModelStruct` and `ForwardStruct` are `hr_layer`, `hr_model` and `hr_step`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ class StepStruct(ctypes.Structure):
         ("seq_lens", c_void_p),
         ("block_table", c_void_p),
         ("block_table_stride", c_int64),
+        ("rows", c_void_p),
+        ("save_begin", c_void_p),
+        ("saves", c_void_p),
     )
 
 
@@ -95,6 +98,23 @@ class ExpertsStruct(ctypes.Structure):
     )
 
 
+class DeltaStruct(ctypes.Structure):
+    _fields_ = (
+        ("key_heads", c_int32),
+        ("value_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("tokens", c_int32),
+        ("by_key_head", c_int32),
+        ("conv", c_void_p),
+        ("dt_bias", c_void_p),
+        ("a_log", c_void_p),
+        ("norm", c_void_p),
+        ("states", c_void_p),
+        ("stride", c_int64),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     _fields_ = (
         ("qkv", MatrixStruct),
@@ -114,8 +134,12 @@ class LayerStruct(ctypes.Structure):
         ("sines", c_void_p),
         ("query_scales", c_void_p),
         ("kv_cache", c_void_p),
+        ("delta", POINTER(DeltaStruct)),
         ("norm_together", c_int32),
         ("group", c_int32),
+        ("rotary", c_int32),
+        ("is_gated", c_int32),
+        ("attended_begin", c_int32),
         ("heads", HeadsStruct),
     )
 
@@ -133,7 +157,6 @@ class ModelStruct(ctypes.Structure):
         ("gelu", c_int32),
         ("post_norms", c_int32),
         ("hidden_begin", c_int32),
-        ("attended_begin", c_int32),
         ("inner_begin", c_int32),
         ("vocabulary_begin", c_int32),
     )

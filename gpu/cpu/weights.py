@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelConfig, QuantizedRows
-from gpu.checkpoint.architecture import ClampedSwiGLUSpec, DecoderSpec, MoESpec, Part, RMSNormSpec
+from gpu.checkpoint.architecture import (
+    AttentionSpec,
+    ClampedSwiGLUSpec,
+    DecoderSpec,
+    GatedDeltaSpec,
+    MoESpec,
+    Part,
+    RMSNormSpec,
+)
 from gpu.checkpoint.quantized_rows import OWN_TYPES, TENSOR_TYPES
 from gpu.checkpoint.tensors import Weight, checked
-from gpu.cpu.library import ExpertsStruct, ExpertStruct, LayerStruct, Library, MatrixStruct, ModelStruct, PartStruct
+from gpu.cpu.library import (
+    DeltaStruct,
+    ExpertsStruct,
+    ExpertStruct,
+    LayerStruct,
+    Library,
+    MatrixStruct,
+    ModelStruct,
+    PartStruct,
+)
 from gpu.weights.reading import floats
 
 
@@ -27,6 +46,7 @@ class PackedWeights:
         """Fill the weights of `model`, with the layers of `spec`. `quantized` False rounds all to bfloat16."""
         self.matrices: list[PackedMatrix] = []
         self.tokens_of_experts: list[NDArray[np.int64]] = []
+        self.deltas: list[DeltaStruct] = []
         self._library, self._model, self._spec, self._quantized = library, model, spec, quantized
         self._buffer = WeightBuffer()
         self._vectors: list[NDArray[np.float32]] = []
@@ -59,18 +79,22 @@ class PackedWeights:
 
         for struct, layer in zip(self._model.layers[: len(spec.layers)], spec.layers, strict=True):
             attention, network = layer.attention, layer.feed_forward
-            matrix(struct, "qkv", *attention.qkv)
-            if attention.qkv[0].bias:
-                vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
             norms = (layer.attention_norm, layer.attention_post_norm, layer.feed_forward_norm)
-            norms += (layer.feed_forward_post_norm, *(attention.qk_norm or ()))
+            norms += (layer.feed_forward_post_norm,)
+            if isinstance(attention, AttentionSpec):
+                matrix(struct, "qkv", *attention.qkv)
+                if attention.qkv[0].bias:
+                    vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
+                norms += attention.qk_norm or ()
+                struct.norm_together = attention.norm_together
+                if attention.sinks is not None:
+                    vector(struct.heads, "sinks", attention.sinks.weight_name)
+            else:
+                groups += self._delta_groups(struct, attention, matrix, vector)
             fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
             for field, further in zip(fields, norms, strict=False):
                 if further is not None:
                     norm(struct, field, further)
-            struct.norm_together = attention.norm_together
-            if attention.sinks is not None:
-                vector(struct.heads, "sinks", attention.sinks.weight_name)
             matrix(struct, "out", attention.out)
             if attention.out.bias:
                 vector(struct, "out_bias", f"{attention.out.name}.bias")
@@ -86,6 +110,30 @@ class PackedWeights:
         if spec.head is not None:
             matrix(self._model, "head", spec.head)
         return {member: group for group in groups for member in group.members}
+
+    def _delta_groups(
+        self, layer: LayerStruct, spec: GatedDeltaSpec, matrix: Callable[..., None], vector: Callable[..., None]
+    ) -> list[_Group]:
+        """Return the groups of a gated delta net's parts; `matrix` and `vector` are those of `_groups`."""
+        delta = DeltaStruct(
+            key_heads=spec.key_heads,
+            value_heads=spec.value_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            tokens=spec.conv[0].shape[2],
+            by_key_head=spec.by_key_head,
+        )
+        layer.delta = ctypes.pointer(delta)
+        self.deltas.append(delta)
+        matrix(layer, "qkv", *spec.projections)
+        for field, part in zip(("dt_bias", "a_log", "norm"), spec.vectors, strict=True):
+            vector(delta, field, part.weight_name)
+        return [_Group([part.weight_name for part in spec.conv], partial(self._set_conv, delta))]
+
+    def _set_conv(self, delta: DeltaStruct, parts: Sequence[Weight]) -> None:
+        """Set the weights of a convolution, by token."""
+        of_channels = np.concatenate([floats(part).reshape(-1, delta.tokens) for part in parts])
+        self._set_vector(delta, "conv", [np.ascontiguousarray(of_channels.T)])
 
     def _expert_groups(
         self, layer: LayerStruct, spec: MoESpec, matrix: Callable[..., None], vector: Callable[..., None]
@@ -169,6 +217,7 @@ FORMS = {  # for the log
     S16: "bfloat16 S",
 }
 LANES = 16  # outputs of one tile
+_MOST_PARTS = 3  # of a matrix, each of one form
 ROWS_AT_ONCE = 4096  # rows that are widened to float32 and packed at a time
 
 # Types with blocks that are used unchanged, and their forms. Most others become one of them, which holds the same
@@ -212,25 +261,30 @@ def pack(
     interleave: bool = False,
     quantized: bool = True,
 ) -> PackedMatrix:
-    """Pack up to three matrices into one, stacked by rows; with `interleave`, two matrices with alternating tiles.
+    """Pack matrices into one, stacked by rows; with `interleave`, two matrices with alternating tiles.
 
     A matrix keeps the numbers of its file if the library has a form for them; other quantized types become U8,
-    and all else bfloat16. `quantized` False makes everything bfloat16. Matrices that are interleaved, or do not fill
-    whole tiles, get one form: their own if it is the same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4
-    exactly, and other types within half a step: 1/254 of the largest weight of 32.
+    and all else bfloat16. `quantized` False makes everything bfloat16. Matrices that are interleaved, do not fill
+    whole tiles, or have more than three forms in turn, get one form: their own if it is the same, else U8 if all are
+    quantized. U8 holds Q4_0, Q5_0 and MXFP4 exactly, and other types within half a step: 1/254 of the largest weight
+    of 32.
     """
     if quantized:
         weights = [_as_it_is_taken(weight) for weight in weights]
     forms = [_form(weight) if quantized else BF16 for weight in weights]
     rows, cols = [weight.shape[0] for weight in weights], weights[0].shape[1]
-    if interleave or any(count % LANES for count in rows[:-1]):
+    turns = [
+        (form, sum(count for _, count in run))
+        for form, run in itertools.groupby(zip(forms, rows, strict=True), key=itemgetter(0))
+    ]
+    if interleave or len(turns) > _MOST_PARTS or any(count % LANES for count in rows[:-1]):
         common = forms[0] if len(set(forms)) == 1 else BF16 if BF16 in forms else U8
         if common == U8:
             weights = [_exact_in_8_bits(weight) for weight in weights]
         matrix = PackedMatrix(library, buffer, [(common, sum(rows))], cols)
         forms = [common] * len(forms)
     else:
-        matrix = PackedMatrix(library, buffer, list(zip(forms, rows, strict=True)), cols)
+        matrix = PackedMatrix(library, buffer, turns, cols)
     first = 0
     for weight, form in zip(weights, forms, strict=True):
         _pack_rows(library, matrix, weight, form, first, len(weights) if interleave else 1)

@@ -46,6 +46,10 @@ struct Step {
     const int32_t* seq_lens;           // [B]
     const int32_t* block_table;        // [B, block_table_stride] for each KV group, one group after the other
     int64_t block_table_stride;
+    // For layers with states, as in gpu.runner.runner.StateInputs.
+    const int64_t* rows;        // [B], the slot of each request's state
+    const int32_t* save_begin;  // [B + 1], where a request's saves begin
+    const int64_t* saves;       // [saves, 2]: after how many of its tokens, ascending, and to which slot
 };
 
 // The keys and values of one layer.

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "delta.h"
 #include "engine.h"
 #include "experts.h"
 #include "model.h"
@@ -78,7 +79,8 @@ void rotate(float* head, const float* cosines, const float* sines, int half) {
 void place(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* qkv, int64_t stride,
            uint16_t* queries) {
     const Heads& heads = layer.heads;
-    const int dim = heads.dim, group = heads.query / heads.kv;
+    const int dim = heads.dim, group = heads.query / heads.kv, half = layer.rotary / 2;
+    const int query_stride = layer.is_gated ? 2 * dim : dim;
     Cache cache{layer.kv_cache, &heads};
     if (layer.norm_together) for_rows(engine.pool, step.num_tokens, [&](int token) {
         float *query = qkv + token * stride, *key = query + heads.query * dim;
@@ -87,7 +89,7 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
     });
     auto rounded = [&](float* head, const float* norm, int64_t position) {
         if (norm && !layer.norm_together) normalize(head, norm, model.epsilon, dim, head);
-        rotate(head, layer.cosines + position * (dim / 2), layer.sines + position * (dim / 2), dim / 2);
+        rotate(head, layer.cosines + position * half, layer.sines + position * half, half);
     };
     // Parallel over heads, so that one thread writes the tokens of a tile in order.
     engine.pool.run(step.num_tokens < 8 ? 1 : heads.kv, [&](int item) {
@@ -99,20 +101,39 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
                 for (int head = begin; head < end; head++) {
                     float* row = qkv + token * stride;
                     for (int q = head * group; q < (head + 1) * group; q++) {
-                        rounded(row + q * dim, layer.q_norm, position);
+                        float* query = row + q * query_stride;
+                        rounded(query, layer.q_norm, position);
                         if (layer.query_scales)
-                            for (int d = 0; d < dim; d++) row[q * dim + d] *= layer.query_scales[position];
+                            for (int d = 0; d < dim; d++) query[d] *= layer.query_scales[position];
                         uint16_t* to = queries + ((int64_t)token * heads.query + q) * dim;
-                        for (int d = 0; d < dim; d += 16) store(to + d, to_bf16(load<f32x16>(row + q * dim + d)));
+                        for (int d = 0; d < dim; d += 16) store(to + d, to_bf16(load<f32x16>(query + d)));
                     }
-                    float* key = row + (heads.query + head) * dim;
+                    float* key = row + heads.query * query_stride + head * dim;
                     rounded(key, layer.k_norm, position);
                     write_kv(cache, table[position / heads.block_size], (int)(position % heads.block_size), head, key,
-                             row + (heads.query + heads.kv + head) * dim);
+                             key + heads.kv * dim);
                 }
             }
         }
     });
+}
+
+// Multiply each head's output by the sigmoid of its gate.
+void gate(Engine& engine, const Heads& heads, int rows, const float* qkv, int64_t stride, float* out, int64_t out_stride) {
+    for_rows(engine.pool, rows, [&](int row) {
+        for (int q = 0; q < heads.query; q++) {
+            const float* from = qkv + row * stride + (2 * q + 1) * heads.dim;
+            float* to = out + row * out_stride + q * heads.dim;
+            for (int d = 0; d < heads.dim; d += 16) store(to + d, load<f32x16>(to + d) * sigmoid(load<f32x16>(from + d)));
+        }
+    });
+}
+
+// Return the largest number of inputs of an output projection.
+int attended_size(const hr_model& model) {
+    int size = 0;
+    for (int i = 0; i < model.num_layers; i++) size = std::max(size, model.layers[i].out.cols);
+    return size;
 }
 
 // The buffers of a step's rows between matrix products.
@@ -124,7 +145,7 @@ struct Streams {
 };
 
 Streams streams_of(Engine& engine, const hr_model& model, int rows) {
-    const size_t size = (size_t)rows * model.hidden, attended = (size_t)rows * model.layers[0].out.cols;
+    const size_t size = (size_t)rows * model.hidden, attended = (size_t)rows * attended_size(model);
     float* own = engine.ranks && !model.post_norms ? nullptr : engine.residual.reserve(size);
     if (engine.ranks) {
         const Shared& shared = engine.shared;
@@ -150,9 +171,14 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
         const Activations& x = prepare(engine, layer.qkv, residual, hidden, rows, layer.attention_norm, model.epsilon);
         multiply(engine.pool, layer.qkv, x, rows.precision, Then::kStore, layer.qkv_bias, {wide, qkv_width, rows.index});
     }
-    place(engine, model, layer, step, wide, qkv_width, queries);
-    attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, streams.attended + model.attended_begin,
-           attended_width);
+    float* attended = streams.attended + layer.attended_begin;
+    if (layer.delta) {
+        delta_net(engine.pool, *layer.delta, step, wide, qkv_width, model.epsilon, attended, attended_width);
+    } else {
+        place(engine, model, layer, step, wide, qkv_width, queries);
+        attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended, attended_width);
+        if (layer.is_gated) gate(engine, heads, rows, wide, qkv_width, attended, attended_width);
+    }
     engine.meet();  // A
     if (is_stopped(engine)) return kStopped;
     // Add a product to the residual stream, normalized first if there is a `norm`.
@@ -275,7 +301,7 @@ int64_t lay_out(Shared& shared, const hr_model& model, int ranks, int tokens, in
         end += (bytes + 63) / 64 * 64;
     };
     take(shared.stream, (int64_t)tokens * model.hidden * 4);
-    take(shared.attended, (int64_t)tokens * model.layers[0].out.cols * 4);
+    take(shared.attended, (int64_t)tokens * attended_size(model) * 4);
     int inner = 0, made = 0;
     for (int i = 0; i < model.num_layers; i++) {
         const hr_layer& layer = model.layers[i];

@@ -5,9 +5,11 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "delta.h"
 #include "experts.h"
 #include "matrix.h"
 
+using headrace::Delta;
 using headrace::Experts;
 using headrace::Heads;
 using headrace::Matrix;
@@ -16,7 +18,7 @@ using headrace::Step;
 extern "C" {
 
 struct hr_layer {
-    Matrix qkv, out, gate_up, down;
+    Matrix qkv, out, gate_up, down;  // with `delta`, qkv are its projections
     const float* attention_norm;  // or null, like mlp_norm
     const float* mlp_norm;
     const float* qkv_bias;  // or null
@@ -26,12 +28,16 @@ struct hr_layer {
     const float* mlp_post_norm;        // or null
     const float* out_bias;             // or null
     const Experts* experts;            // or null: use gate_up and down
-    const float* cosines;              // [positions, dim / 2]
+    const float* cosines;              // [positions, rotary / 2]
     const float* sines;
     const float* query_scales;         // [positions], factors of the queries; or null: 1
     uint16_t* kv_cache;
+    const Delta* delta;     // or null: attention
     int32_t norm_together;  // q_norm spans all query heads, k_norm all KV heads
     int32_t group;  // the KV group, which has its own block table
+    int32_t rotary;  // the first numbers of a head, which rotate
+    int32_t is_gated;  // each query in qkv is followed by the gate of its head's output
+    int32_t attended_begin;  // where the rank's part begins in `attended`
     Heads heads;
 };
 
@@ -46,8 +52,8 @@ struct hr_model {
     float embedding_scale;
     int32_t gelu;  // the gate is gelu, not silu
     int32_t post_norms;
-    // Where the rank's part begins in the stream, `attended`, the inputs of `down` (whole blocks) and the vocabulary.
-    int32_t hidden_begin, attended_begin, inner_begin, vocabulary_begin;
+    // Where the rank's part begins in the stream, the inputs of `down` (whole blocks) and the vocabulary.
+    int32_t hidden_begin, inner_begin, vocabulary_begin;
 };
 
 struct hr_step {

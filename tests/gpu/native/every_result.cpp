@@ -109,12 +109,19 @@ void products(void* engine, const char* name, const Matrix& w) {
 
 constexpr int kHidden = 96, kInner = 128, kVocabulary = 112, kDim = 48, kQuery = 6, kKV = 2, kBlocks = 8, kBlockSize = 24;
 
-void passes(void* engine, int window) {
+// With `hybrid`: a gated delta net, then gated attention.
+void passes(void* engine, int window, bool hybrid) {
     std::vector<float> norms = floats(1024), scales(256, 0.7f), angles = floats(2 * 256 * kDim / 2);
     hr_layer layers[2];
     const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f, window ? 2.0f : 0.0f, window ? norms.data() + 600 : nullptr};
     std::vector<uint16_t> caches[2];
-    const int width = (kQuery + 2 * kKV) * kDim;
+    const int width = ((hybrid ? 2 : 1) * kQuery + 2 * kKV) * kDim;
+    Delta delta{2, 4, 32, 48, 4, window != 0, nullptr, norms.data() + 40, norms.data() + 60, norms.data() + 80, nullptr, 0};
+    std::vector<float> conv = floats(hybrid ? (size_t)(delta.tokens * delta.channels()) : 0);
+    delta.conv = conv.data();
+    delta.stride = delta.latest(0, delta.tokens - 1) - delta.states;
+    std::vector<float> states((size_t)(3 * delta.stride));  // of two requests, and a copy
+    delta.states = states.data();
     for (int i = 0; i < 2; i++) {
         caches[i].resize((size_t)kBlocks * heads.tiles_per_block() * kKV * 2 * heads.tile_size());
         layers[i] = {of_floats(kBF16, width, kHidden, 0.3f),       of_floats(kU8, kHidden, kQuery * kDim, 0.1f),
@@ -122,11 +129,19 @@ void passes(void* engine, int window) {
                      norms.data(), norms.data() + 100, norms.data() + 200, norms.data() + 800, norms.data() + 900,
                      window ? norms.data() + 400 : nullptr, window ? norms.data() + 500 : nullptr,
                      window ? nullptr : norms.data() + 700, nullptr, angles.data(), angles.data() + angles.size() / 2,
-                     window ? nullptr : scales.data(), caches[i].data(), 0, 0, heads};
+                     window ? nullptr : scales.data(), caches[i].data(), nullptr, 0, 0, hybrid ? 16 : kDim, hybrid, 0, heads};
+    }
+    if (hybrid) {
+        const int values = delta.value_heads * delta.value_dim;
+        layers[0].qkv = of_floats(kBF16, (int)delta.channels() + values + 2 * delta.value_heads, kHidden, 0.3f);
+        layers[0].out = of_floats(kU8, kHidden, values, 0.1f);
+        layers[0].qkv_bias = nullptr;
+        layers[0].delta = &delta;
     }
     const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
                          window ? 3.0f : 1.0f, window != 0, window != 0};
     const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // of two requests
+    const int64_t rows[] = {1, 0}, save[] = {50, 2};
     auto run = [&](std::vector<int> queries, std::vector<int> ends) {
         std::vector<int64_t> positions, ids;
         std::vector<int32_t> starts = {0}, lengths;
@@ -138,7 +153,9 @@ void passes(void* engine, int window) {
         }
         std::vector<float> hidden(positions.size() * kHidden);
         hr_step step{};
-        step.step = {(int32_t)ids.size(), (int32_t)queries.size(), positions.data(), starts.data(), lengths.data(), table, 4};
+        const std::vector<int32_t> saves = {0, queries[0] == 90, queries[0] == 90};
+        step.step = {(int32_t)ids.size(), (int32_t)queries.size(), positions.data(), starts.data(), lengths.data(), table, 4,
+                     rows, saves.data(), save};
         step.input_ids = ids.data();
         step.hidden = hidden.data();
         hr_forward(engine, &model, &step);
@@ -147,7 +164,11 @@ void passes(void* engine, int window) {
     std::vector<float> whole = run({90, 13}, {90, 13});
     print("prefill", whole);
     whole.resize(90 * kHidden);
-    std::vector<float> pieces = run({50}, {50}), rest = run({39, 1}, {89, 14}), last = run({1}, {90});
+    const std::vector<float> kept(states.begin() + 2 * delta.stride, states.end());
+    std::fill(states.begin(), states.end(), 0.0f);
+    std::vector<float> pieces = run({50}, {50});
+    differ += std::memcmp(kept.data(), delta.states + rows[0] * delta.stride, kept.size() * sizeof(float)) != 0;
+    std::vector<float> rest = run({39, 1}, {89, hybrid ? 1 : 14}), last = run({1}, {90});
     print("decode", rest);
     pieces.insert(pieces.end(), rest.begin(), rest.end() - kHidden);
     pieces.insert(pieces.end(), last.begin(), last.end());
@@ -177,7 +198,8 @@ int main() {
     void* engine = hr_create(2);
     for (const Kind& kind : kKinds) products(engine, kind.name, of_blocks(kind, 37, kind.weights == 256 ? 512 : 96));
     products(engine, "bfloat16", of_floats(kBF16, 37, 90, 1));
-    for (int window : {0, 29}) passes(engine, window);
+    for (bool hybrid : {false, true})
+        for (int window : {0, 29}) passes(engine, window, hybrid);
     draws(engine);
     hr_destroy(engine);
     std::printf("differ %d\n", differ);

@@ -46,6 +46,7 @@ struct Own {
     std::vector<std::vector<uint16_t>> caches;
     std::vector<std::vector<Expert>> experts;
     std::vector<Experts> mixtures;
+    std::vector<Delta> deltas;
     int64_t tokens[kExperts]{};
 
     struct Rows {
@@ -70,13 +71,15 @@ struct Own {
 
     const float* vector(float value, size_t count) { return floats.emplace_back(count, value).data(); }
 
-    Own(int rank, int size, bool post_norms, bool mixture) {
+    Own(int rank, int size, bool post_norms, bool mixture, bool hybrid) {
         auto share = [=](int count) { return count / size; };
         auto cut = [=](int seed, int count) { return Rows{seed, rank * count / size, count / size}; };
         mixtures.reserve(kLayers);
+        deltas.reserve(kLayers);
         for (int i = 0; i < kLayers; i++) {
             hr_layer& layer = layers[i];
             const int seed = 10 * i, width = kHeads * kDim;
+            std::vector<Rows> projections;
             layer.heads = {share(kHeads), share(kHeads), kDim, 16, 0, 0.25f, 0, nullptr};
             layer.qkv = matrix({cut(seed, width), cut(seed + 1, width), cut(seed + 2, width)}, kHidden);
             layer.out = matrix({cut(seed + 3, kHidden)}, width);
@@ -87,6 +90,18 @@ struct Own {
             layer.cosines = vector(0.8f, kBlocks * 16 * kDim / 2);
             layer.sines = vector(0.6f, kBlocks * 16 * kDim / 2);
             layer.kv_cache = caches.emplace_back((size_t)kBlocks * 2 * share(kHeads) * 16 * kDim).data();
+            layer.rotary = kDim, layer.attended_begin = rank * share(width);
+            if (hybrid && i == 1) {  // a gated delta net of as many heads
+                for (int part = 0; part < 4; part++) projections.push_back(cut(seed + part, width));
+                for (int part = 4; part < 6; part++) projections.push_back(cut(seed + part, kHeads));
+                layer.qkv = matrix(projections, kHidden);
+                const float* ones = vector(1, 4 * 3 * share(width));
+                deltas.push_back({share(kHeads), share(kHeads), kDim, kDim, 4, 0, ones, ones, ones, ones, nullptr, 0});
+                Delta& delta = deltas.back();
+                delta.stride = delta.latest(0, 3) - delta.states;
+                delta.states = floats.emplace_back((size_t)delta.stride).data();
+                layer.delta = &delta;
+            }
             if (!mixture) continue;
             std::vector<Expert>& own = experts.emplace_back();
             for (int expert = rank * kExperts / size; expert < (rank + 1) * kExperts / size; expert++)
@@ -101,7 +116,7 @@ struct Own {
         model.final_norm = vector(1, kHidden);
         model.layers = layers.data(), model.num_layers = kLayers, model.hidden = kHidden;
         model.epsilon = 1e-5f, model.embedding_scale = 1, model.post_norms = post_norms;
-        model.hidden_begin = rank * share(kHidden), model.attended_begin = rank * share(kHeads * kDim);
+        model.hidden_begin = rank * share(kHidden);
         model.inner_begin = rank * share(kInner), model.vocabulary_begin = rank * share(kVocabulary);
     }
 };
@@ -109,15 +124,16 @@ struct Own {
 // Run a prompt, then one token at a time. Returns hidden states and the most likely tokens of all steps.
 std::vector<float> work(void* engine, const hr_model& model) {
     std::vector<float> results;
-    const int32_t table[kBlocks] = {0, 1, 2, 3};
+    const int32_t table[kBlocks] = {0, 1, 2, 3}, no_saves[2] = {0, 0};
+    const int64_t row = 0;
     for (int i = 0, at = 0; i < kSteps; i++) {
         const int32_t count = i ? 1 : kTokens, starts[2] = {0, count}, length = at + count, prompt = kTokens;
         int64_t ids[kTokens], positions[kTokens], largest[kTokens];
         for (int t = 0; t < count; t++) positions[t] = at + t, ids[t] = (at + t) * 37 % kVocabulary;
         std::vector<float> hidden((size_t)(count * kHidden));
         uint8_t finite[kTokens];
-        const hr_step step{{count, 1, positions, starts, &length, table, kBlocks}, ids, nullptr, &prompt, hidden.data(),
-                           nullptr, 0};
+        const hr_step step{{count, 1, positions, starts, &length, table, kBlocks, &row, no_saves, &row}, ids, nullptr, &prompt,
+                           hidden.data(), nullptr, 0};
         if (hr_forward(engine, &model, &step)) std::abort();
         if (hr_largest_product(engine, &model.embedding, hidden.data(), count, model.vocabulary_begin, largest, finite))
             std::abort();
@@ -128,8 +144,8 @@ std::vector<float> work(void* engine, const hr_model& model) {
     return results;
 }
 
-int compare(bool post_norms, bool mixture) {
-    Own whole(0, 1, post_norms, mixture);
+int compare(bool post_norms, bool mixture, bool hybrid) {
+    Own whole(0, 1, post_norms, mixture, hybrid);
     void* alone = hr_create(1);
     const std::vector<float> expected = work(alone, whole.model);
     hr_destroy(alone);
@@ -138,7 +154,7 @@ int compare(bool post_norms, bool mixture) {
     void* words = (void*)(((uintptr_t)segment + 63) / 64 * 64);
     std::vector<float> results[kSize];
     std::vector<std::thread> threads;
-    Own parts[kSize] = {{0, kSize, post_norms, mixture}, {1, kSize, post_norms, mixture}};
+    Own parts[kSize] = {{0, kSize, post_norms, mixture, hybrid}, {1, kSize, post_norms, mixture, hybrid}};
     auto* memory = std::calloc(1, (size_t)hr_shared_bytes(&parts[0].model, kSize, kTokens, kTokens, kVocabulary) + 64);
     auto* shared = (uint8_t*)(((uintptr_t)memory + 63) / 64 * 64);
     for (int rank = 0; rank < kSize; rank++)
@@ -161,7 +177,8 @@ int compare(bool post_norms, bool mixture) {
 
 int main() {
     if (!hr_is_permitted()) return std::printf("0 wrong: this build cannot run here\n"), 0;
-    const int wrong = compare(false, false) + compare(true, false) + compare(false, true);
+    const int wrong = compare(false, false, false) + compare(true, false, false) + compare(false, true, false) +
+                      compare(false, false, true);
     std::printf("%d wrong\n", wrong);
     return wrong ? 1 : 0;
 }

@@ -106,6 +106,7 @@ class DeltaStruct(ctypes.Structure):
         ("value_dim", c_int32),
         ("tokens", c_int32),
         ("by_key_head", c_int32),
+        ("tiled", c_int32),
         ("conv", c_void_p),
         ("dt_bias", c_void_p),
         ("a_log", c_void_p),

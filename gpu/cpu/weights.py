@@ -122,6 +122,7 @@ class PackedWeights:
             value_dim=spec.value_dim,
             tokens=spec.conv[0].shape[2],
             by_key_head=spec.by_key_head,
+            tiled=spec.tiled,
         )
         layer.delta = ctypes.pointer(delta)
         self.deltas.append(delta)

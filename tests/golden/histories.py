@@ -88,7 +88,7 @@ class Law:
         self.has_states = core.config.facts.state_bytes > 0
         self.tolerance = 0.0 if exact else OF_STATES if self.has_states else TOLERANCE
         # Tokens that are so close may change places. Models with states come close, as they have two forms of a sum.
-        self.near_tie = NEAR_TIE if self.has_states else 0.0
+        self.near_tie = NEAR_TIE if self.has_states and not exact else 0.0
         self.depths = depths
         self.seen: Counter[str] = Counter()  # what the histories went through
         self._answers: dict[tuple[int, ...], list[tuple[int, float]]] = {}

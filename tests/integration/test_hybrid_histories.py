@@ -26,8 +26,8 @@ NUM_HISTORIES = int(os.environ.get("HEADRACE_HISTORIES", "200"))
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
 }
@@ -35,7 +35,7 @@ EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
     "norm_topk_prob": True,
 }
 LATENT = "DeepseekV3ForCausalLM"
@@ -66,12 +66,15 @@ def hybrid(name: str, **changes: Any) -> ModelConfig:
     return small_model(architecture=name, numbers=MODELS[name], layer_types=layers, qk_norm=True, **changes)
 
 
-@pytest.fixture(scope="module", params=[*MODELS, LATENT])
+IN_LIBRARY = [f"{name} in the library" for name in MODELS if name.startswith("Qwen")]
+
+
+@pytest.fixture(scope="module", params=[*MODELS, LATENT, *IN_LIBRARY])
 def law(request, tmp_path_factory) -> Iterator[Law]:
-    latent = request.param == LATENT
-    config = small_model(architecture=LATENT, **OWN_NAMES) if latent else hybrid(request.param)
-    core = load(config, dtype="float32")
-    yield Law(core, tmp_path_factory.mktemp("kv"), exact=False, depths=(1, 2))
+    name, exact = request.param.split()[0], request.param in IN_LIBRARY
+    config = small_model(architecture=LATENT, **OWN_NAMES) if name == LATENT else hybrid(name)
+    core = load(config, dtype="bfloat16" if exact else "float32")
+    yield Law(core, tmp_path_factory.mktemp("kv"), exact=exact, depths=(1, 2))
     core.shutdown()
 
 

@@ -76,6 +76,7 @@ void advance(const Delta& delta, const Request& request, int head, const float* 
     thread_local Buffer<float> buffer;
     const int group = delta.value_heads / delta.key_heads, within = head % group, size = delta.value_dim;
     const Places at = places(delta, head / group);
+    const Places of_key = places(delta, delta.tiled ? head % delta.key_heads : head / group);
     float* columns = buffer.reserve((size_t)delta.key_dim * 16 + (size_t)request.tokens * 2);
     float *decays = columns + delta.key_dim * 16, *betas = decays + request.tokens;
     const float rate = -std::exp(delta.a_log[head]);
@@ -96,7 +97,7 @@ void advance(const Delta& delta, const Request& request, int head, const float* 
         for (int t = 0;; t++) {
             for (; save < request.end && save[0] == t; save += 2) copy(save[1]);
             if (t == request.tokens) break;
-            const float *row = x + t * stride, *key = row + at.key, *query = row + at.query;
+            const float *row = x + t * stride, *key = row + of_key.key, *query = row + of_key.query;
             const f32x16 decay = splat(decays[t]);
             f32x16 found[4] = {}, outputs[4] = {};  // four sums each, so that products need not wait for each other
             for (int i = 0; i < delta.key_dim; i += 4)

@@ -17,6 +17,7 @@ struct Delta {
     int32_t value_dim;
     int32_t tokens;       // of the convolution
     int32_t by_key_head;  // the order of a row of the projections, see `places`
+    int32_t tiled;        // value head v has the key head v % key_heads, not v / (value_heads / key_heads)
     const float* conv;    // [tokens, channels]
     const float* dt_bias;  // [value heads]
     const float* a_log;

@@ -26,14 +26,14 @@ from transformers import (
 
 from engine.errors import StepAbandoned
 from gpu.attention import TorchAttention
-from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows
+from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
 from gpu.checkpoint.tensors import Weight
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
 from gpu.runner.runner import ModelInputs
-from gpu.weights.reading import dummy_weights
+from gpu.weights.reading import dummy_weights, read_weights
 from gpu.weights.tensors import as_tensors
 from tests.gpu.dense_models import DENSE
 from tests.gpu.native_builds import needs_library
@@ -84,12 +84,16 @@ PROMPT = 45  # tokens of every request; those behind are generated ones
 class Model:
     """A decoder of the library with its cache, and the torch model of the same weights in float32."""
 
-    def __init__(self, oracle: PreTrainedConfig, block_size: int, *, quantized: bool = False) -> None:
-        self.config: ModelConfig = model_config(oracle)
+    def __init__(self, oracle: PreTrainedConfig | ModelFiles, block_size: int, *, quantized: bool = False) -> None:
+        self.config = oracle.config if isinstance(oracle, ModelFiles) else model_config(oracle)
         self.block_size = block_size
         self.num_groups = kv_layout(self.config).num_groups
-        plain = [(name, self._spread(name, array)) for name, array in dummy_weights(self.config)]
-        weights = [(name, self._quantized(name, array)) for name, array in plain] if quantized else plain
+        weights: list[tuple[str, Weight]]
+        if isinstance(oracle, ModelFiles):
+            weights = list(read_weights(oracle))
+        else:
+            plain = [(name, self._spread(name, array)) for name, array in dummy_weights(self.config)]
+            weights = [(name, self._quantized(name, array) if quantized else array) for name, array in plain]
         library = load_library()
         assert library is not None
         self.fast = CPUCausalLM(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
+from gpu.checkpoint import open_model
 from gpu.checkpoint.architecture import GatedDeltaSpec
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.models.state_layers import StateMetadata
 from gpu.runner.runner import StateInputs
+from tests.gpu.checkpoint.test_dense_files import made
 from tests.gpu.cpu.test_decoder import SHAPE, Model, relative_error, tokens
+from tests.gpu.dense_gguf import write_gguf
 from tests.gpu.native_builds import needs_library
 from tests.gpu.oracles import model_config
 from tests.gpu.paging import Span, make_group_metadata, positions_of
@@ -122,6 +126,22 @@ def test_outputs_states_and_copies_are_the_torch_models(name: str):
         assert relative_error(latest[0][slot], latest[1][slot]) < LARGEST_ERROR
     assert (of_fast[5] != OLD).any()
     assert (of_fast[4] != OLD).any()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize(("name", "split"), [("qwen3-next", True), ("qwen3-next", False), ("qwen3.5", True)])
+def test_gguf_files_give_what_torch_makes_of_them(tmp_path: Path, name: str, split: bool, kind: str):
+    """Value heads of Qwen3.5 are tiled over key heads; rows of Qwen3-Next are sorted, or grouped if not `split`."""
+    oracle = made(Qwen3NextConfig(**DELTA, **EXPERTS) if name == "qwen3-next" else Qwen3_5TextConfig(**DELTA))
+    with torch.no_grad():
+        for matrix in oracle.parameters():
+            if matrix.ndim > 1:
+                matrix.copy_((5 * matrix).bfloat16())
+    files = open_model(str(write_gguf(tmp_path / "m.gguf", oracle, kind=kind, split=split)))
+    assert CPUCausalLM.supports(files.config)
+    model = Hybrid(files, block_size=16, quantized=True)
+    step: tuple[Any, ...] = (model.spans([(70, 70)]), tokens(70), [0], [(0, -1)], {})
+    assert relative_error(model.step(*step), model.slow_step(*step)) < LARGEST_ERROR
 
 
 @pytest.mark.parametrize("name", MODELS)

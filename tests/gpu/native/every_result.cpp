@@ -116,7 +116,7 @@ void passes(void* engine, int window, bool hybrid) {
     const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f, window ? 2.0f : 0.0f, window ? norms.data() + 600 : nullptr};
     std::vector<uint16_t> caches[2];
     const int width = ((hybrid ? 2 : 1) * kQuery + 2 * kKV) * kDim;
-    Delta delta{2, 4, 32, 48, 4, window != 0, nullptr, norms.data() + 40, norms.data() + 60, norms.data() + 80, nullptr, 0};
+    Delta delta{2, 4, 32, 48, 4, window != 0, window == 0, nullptr, norms.data() + 40, norms.data() + 60, norms.data() + 80, nullptr, 0};
     std::vector<float> conv = floats(hybrid ? (size_t)(delta.tokens * delta.channels()) : 0);
     delta.conv = conv.data();
     delta.stride = delta.latest(0, delta.tokens - 1) - delta.states;

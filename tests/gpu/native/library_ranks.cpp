@@ -96,7 +96,7 @@ struct Own {
                 for (int part = 4; part < 6; part++) projections.push_back(cut(seed + part, kHeads));
                 layer.qkv = matrix(projections, kHidden);
                 const float* ones = vector(1, 4 * 3 * share(width));
-                deltas.push_back({share(kHeads), share(kHeads), kDim, kDim, 4, 0, ones, ones, ones, ones, nullptr, 0});
+                deltas.push_back({share(kHeads), share(kHeads), kDim, kDim, 4, 0, 0, ones, ones, ones, ones, nullptr, 0});
                 Delta& delta = deltas.back();
                 delta.stride = delta.latest(0, 3) - delta.states;
                 delta.states = floats.emplace_back((size_t)delta.stride).data();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,10 @@ from app.commands.chat import HELP, SETTABLE, Commands, Conversation, Figures, _
 from app.config.settings import SettingsError
 from tests.app.bench.scripted_server import SSE_HEAD, scripted
 
-CARDS = [{"id": "smol", "status": "loaded"}, {"id": "org/large", "default_parameters": {"temperature": 0.7}}]
+CARDS: list[dict[str, Any]] = [
+    {"id": "smol", "status": "loaded"},
+    {"id": "org/large", "default_parameters": {"temperature": 0.7}},
+]
 DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
 

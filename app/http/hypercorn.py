@@ -73,7 +73,8 @@ SEND_BUFFER = 64 * 1024  # bytes in the kernel, which allocates twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
 REFUSAL_SECONDS = 1.0  # the time in which a refused connection must send its first bytes and take its error
 
-_SOCKET_IS_GONE = (OSError, ValueError)  # the latter from uvloop, once it has given up the file descriptor
+# ValueError: uvloop has given up the file descriptor. AttributeError: asyncio has None for the socket of a lost TLS.
+_SOCKET_IS_GONE = (OSError, ValueError, AttributeError)
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
 _connection: ContextVar[ServerConnection | None] = ContextVar("headrace_connection", default=None)
 
@@ -95,12 +96,12 @@ def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
 
 
 async def _start_server(
-    on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, backlog: int, **more: Any
+    on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, backlog: int, **tls: Any
 ) -> asyncio.Server:
     """Start asyncio's server with a limited backlog (point 6). asyncio accepts up to `backlog` connections at once, so
     it gets an eighth; `listen` then sets the kernel's backlog."""
     waiting = backlog if ServerConnection.guard is None else min(backlog, ServerConnection.guard.limits.newcomers)
-    server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
+    server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **tls)
     sock.listen(waiting)
     return server
 
@@ -192,6 +193,7 @@ class ServerConnection:
     """A mixin for Hypercorn's `TCPServer` classes of asyncio and of trio."""
 
     guard: ClassVar[ConnectionGuard | None] = None
+    writer: Any  # on asyncio only
     config: Any
     idle_task: Any
     head_since: float | None = None
@@ -217,18 +219,30 @@ class ServerConnection:
 
     async def _run_guarded(self) -> None:
         guard = self.guard
-        if guard is None:
-            await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
-        elif (refusal := guard.enter(self)) is not None:
-            try:
+        refusal = None if guard is None else guard.enter(self)
+        try:
+            if refusal is not None:
                 await self._refuse(refusal)
-            finally:
-                guard.leave_refused()
-        else:
-            try:
-                await super().run()  # type: ignore[misc]
-            finally:
-                guard.leave(self)
+            elif await self._shake_hands():
+                await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+        finally:
+            if guard is not None:
+                guard.leave(self) if refusal is None else guard.leave_refused()
+
+    async def _shake_hands(self) -> bool:
+        """Shake hands if asyncio's server has TLS; trio does it itself. Return False if the client fails, or left."""
+        handshake = getattr(getattr(self, "writer", None), "handshake", None)
+        if handshake is None:
+            return True
+        try:
+            await handshake
+        except Exception:  # of any kind: a client may send anything instead
+            self._transport.abort()
+            self.writer._transport = self._transport  # asyncio leaves None, at which the writer's end would complain
+            return False
+        self._transport = self.writer.transport
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        return self._socket() is not None
 
     # --- used by the guard
 
@@ -268,7 +282,7 @@ class ServerConnection:
     def close(self) -> None:
         """Close the connection once the data in the transport has been sent. With TLS on asyncio, abort it."""
         if hasattr(self, "writer"):
-            if self.writer.get_extra_info("ssl_object") is not None:
+            if hasattr(self.writer, "handshake"):
                 self.abort()  # an orderly close would wait for the client's close_notify
             else:
                 self.closing_since = self.closing_since or time.monotonic()
@@ -340,7 +354,7 @@ class ServerConnection:
         # may overtake the answer.
         with anyio.move_on_after(REFUSAL_SECONDS), suppress(Exception):
             if hasattr(self, "writer"):
-                if await self.reader.read(2**16):  # type: ignore[attr-defined]
+                if await self._shake_hands() and await self.reader.read(2**16):  # type: ignore[attr-defined]
                     self.writer.write(answer)
             elif await self.stream.receive_some(2**16):  # type: ignore[attr-defined]
                 await self.stream.send_all(answer)  # type: ignore[attr-defined]
@@ -356,7 +370,11 @@ class ServerConnection:
                 await protocol.handle(Closed())
         finally:
             if hasattr(self, "writer"):
-                await super()._close()  # type: ignore[misc]
+                # Closed only once: after a second close(), asyncio's TLS would ignore abort(). Errors are the client's:
+                # it has sent data after the end of TLS, or something else than TLS.
+                with suppress(OSError):
+                    closed = self.writer.wait_closed if self._transport.is_closing() else super()._close  # type: ignore[misc]
+                    await closed()
             else:
                 # Not send_eof(): it yields to the loop, and a task that sends in that time gets an unexpected error.
                 with suppress(OSError, AttributeError):  # the latter with TLS

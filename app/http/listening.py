@@ -22,7 +22,8 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,14 +47,35 @@ is_open = anyio.Event()  # set when the server listens
 
 
 async def start_server(
-    on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, **more: Any
+    on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, backlog: int, ssl: Any = None, **tls: Any
 ) -> asyncio.Server:
     """Start asyncio's server so that `stop_listening` can stop it. uvloop has no reader to remove, and needs none: it
-    serves every connection that it has accepted."""
-    server = await asyncio.start_server(on_connection, sock=sock, **more)
+    serves every connection that it has accepted. With TLS, `on_connection` is called before the handshake, so that it
+    can count the connection; it must await `handshake` of its writer."""
+
+    def connected(reader: asyncio.StreamReader, writer: Any) -> Awaitable[None]:
+        if ssl is not None:
+            writer.transport.get_protocol()._over_ssl = True  # asyncio sets it late, and warns of an EOF before
+            writer.handshake = _begin(writer.start_tls(ssl, **tls))
+        return on_connection(reader, writer)
+
+    server = await asyncio.start_server(connected, sock=sock, backlog=backlog)
     _listening.append((sock, partial(asyncio.get_running_loop().remove_reader, sock), server.close))
     is_open.set()
     return server
+
+
+def _begin(coroutine: Coroutine[Any, None, None]) -> Awaitable[None]:
+    """Do the first step of a coroutine now, and return an awaitable of the others. A task would begin it after uvloop
+    has read bytes, which TLS would miss."""
+    first = coroutine.send(None)
+
+    @types.coroutine
+    def rest() -> Generator[Any, None, None]:
+        yield first
+        yield from coroutine.__await__()
+
+    return rest()
 
 
 async def serve_listeners(handler: Callable[..., Awaitable[None]], listeners: list[Any], **more: Any) -> None:

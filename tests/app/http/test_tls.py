@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import select
 import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from tests.support.harness import TIMEOUT, free_port
 from tests.support.serve_command import ServeCommand, write_certificate
 
 LOOPS = ["uvloop", "asyncio", "trio"]
+MAX_CONNECTIONS = 50
 NAMES = ("first-name", "second/name", "third-name")
 
 
@@ -44,6 +47,7 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     write_certificate(certfile, keyfile)
     (folder / "trusted.crt").write_bytes(certfile.read_bytes())
     settings: dict[str, Any] = {"ssl_certfile": certfile, "ssl_keyfile": keyfile, "served_model_name": ",".join(NAMES)}
+    settings |= {"max_connections": MAX_CONNECTIONS, "body_timeout": 2 * TIMEOUT}
     with ServeCommand(request.param, **settings) as server:
         context = ssl.create_default_context(cafile=str(folder / "trusted.crt"))
         server.client = httpx.Client(
@@ -109,6 +113,55 @@ def test_tls_before_1_2_and_plain_http_are_refused(secured: Secured) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{secured.server.port}/livez", trust_env=False)
     assert secured.server.client.get("/livez").status_code == 200
+
+
+def test_connections_without_a_handshake_count_and_give_way(secured: Secured) -> None:
+    with ExitStack() as opened:
+        silent = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", secured.server.port)))
+            for _ in range(2 * MAX_CONNECTIONS)
+        ]
+        for connection in silent[::2]:
+            connection.sendall(b"\x16\x03\x01\x02")  # the beginning of a handshake
+        poller = select.poll()
+        for connection in silent:
+            poller.register(connection, select.POLLIN | select.POLLRDHUP)
+        secured.server.poll(lambda: len(poller.poll(0)), lambda closed: closed >= MAX_CONNECTIONS)
+        assert secured.presented()
+        assert secured.server.client.get("/livez").status_code == 200
+
+
+def test_clients_that_leave_or_send_on_at_any_moment_leave_no_trace_in_the_log(secured: Secured) -> None:
+    server, certfile, _ = secured
+    context = secured.trusting(certfile)
+    request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    before = len(server.log)
+
+    def connect() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT)
+
+    for first in (b"", b"\x16\x03\x01\x02", request, bytes(100)):  # and no handshake
+        with connect() as plain:
+            plain.sendall(first)
+    for last in (b"", request[:-2], request, b"\xff" * 500):
+        with connect() as plain, context.wrap_socket(plain, server_hostname="localhost") as wrapped:
+            wrapped.sendall(last)
+    with connect() as plain, context.wrap_socket(plain, server_hostname="localhost") as wrapped:
+        wrapped.sendall(request)
+        assert wrapped.recv(2**16).startswith(b"HTTP/1.1 200")
+        with suppress(OSError):  # the server has ended TLS, and then the connection
+            for _ in range(100):
+                wrapped.sendall(bytes(20_000))
+    with (
+        connect() as plain,
+        socket.socket(fileno=context.wrap_socket(plain, server_hostname="localhost").detach()) as unwrapped,
+    ):
+        unwrapped.sendall(bytes(500))
+        with suppress(OSError):
+            unwrapped.recv(100)
+    assert server.client.get("/livez").status_code == 200
+    said = [line for line in server.log[before:].splitlines() if '"level": "info"' not in line]
+    assert not [line for line in said if "Traceback" in line or "SSL" in line or "ssl" in line], said
 
 
 @pytest.mark.slow

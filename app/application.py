@@ -34,7 +34,7 @@ from app.http.hypercorn import (
 from app.http.listening import Certificate, stop_listening
 from app.http.middleware import Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
 from app.observability.logs import configure_logging
-from app.routes import generation, operations, pages, responses
+from app.routes import generation, ollama, operations, pages, responses
 from app.routes.generation import dialect_handlers
 from app.runtime import measure_lag
 from app.serving.endpoint import Endpoint, refuse_with
@@ -42,12 +42,17 @@ from app.serving.process import Shutdown, keep_informed, reload_on_hangup
 from app.serving.server import Server, ServerHandler
 from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
+from protocol.ollama.requests import EmbedRequest, GenerateRequest, OllamaChatRequest, PromptEmbedRequest
 
 logger = logging.getLogger(__name__)
 
 # Paths that are not served, but would match a route with another method.
 NOT_OFFERED = {
-    "/v1/responses/compact": "Responses are not compacted here: send a shorter conversation, or truncation: auto."
+    "/v1/responses/compact": "Responses are not compacted here: send a shorter conversation, or truncation: auto.",
+    **dict.fromkeys(
+        ("/api/create", "/api/copy", "/api/push", "/api/delete"),
+        "Models are not created, copied, pushed or deleted over the API: change the files and the server's settings.",
+    ),
 }
 ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
@@ -133,6 +138,15 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         route("DELETE", "/v1/responses/{id}", responses.delete),
         route("POST", "/v1/responses/{id}/cancel", responses.cancel),
         route("GET", "/v1/responses/{id}/input_items", responses.input_items),
+        route("POST", "/api/chat", partial(ollama.answer, OllamaChatRequest)),
+        route("POST", "/api/generate", partial(ollama.answer, GenerateRequest)),
+        route("POST", "/api/embed", partial(ollama.embed, EmbedRequest)),
+        route("POST", "/api/embeddings", partial(ollama.embed, PromptEmbedRequest)),
+        route("GET", "/api/tags", ollama.tags),
+        route("GET", "/api/ps", ollama.loaded_models),
+        route("POST", "/api/show", ollama.show),
+        route("GET", "/api/version", ollama.show_version, quiet=True),
+        admin_route("POST", "/api/pull", ollama.pull),
         route("GET", "/v1/requests/{id}/timeline", operations.timeline, quiet=True),
         route("GET", "/v1/models", operations.list_models),
         route("GET", "/v1/models/{id:path}", operations.show_model),

@@ -17,6 +17,7 @@ openai          OpenAI's chat, completions and embeddings, and the common chat r
 translation     Dialects that are translated into chat requests.
 responses       OpenAI's Responses.
 anthropic       Anthropic's Messages.
+ollama          Ollama's chat, generate and embed.
 registry        Every dialect and route, tokenization and administration included.
 openapi         The description of the API, made from the models.
 """

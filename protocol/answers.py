@@ -162,6 +162,7 @@ class AnswerContext:
     message_format: MessageFormat
     hidden_ids: Container[int] = frozenset()
     fingerprint: str | None = None  # identifies the model and its computation
+    durations: Callable[[], tuple[float, float, float]] = lambda: (0.0, 0.0, 0.0)  # see `RequestStream.durations`
 
     def parser(self) -> MessageParser:
         return self.message_format.parser(self.token_bytes)

@@ -133,7 +133,7 @@ class OneOf:
 
         def tag_of(value: Any) -> str:
             if (tag := plain.get(type(value))) is not None:
-                return tag if not words or value in words else wrong
+                return tag if not words or type(value) is not str or value in words else wrong
             if (kind := kind_of(value)) is None:
                 kind = default
             tag = kinds.get(kind) if type(kind) is str or isinstance(kind, type) else None

@@ -106,10 +106,12 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
         content = {_JSON: {"schema": schema_of[operation.answer]}}
     else:
         content = None if operation.answer is None else {operation.answer: {}}
+    dialect = dialect_of(operation.path)
     if operation.streams and content is not None:
-        content["text/event-stream"] = {"schema": _EVENT}
+        kind = dialect.stream_type.partition(";")[0]
+        content[kind] = {"schema": _EVENT if kind == "text/event-stream" else {"type": "object"}}
     answer = {"description": "The answer."} | ({"content": content} if content else {})
-    error = dialect_of(operation.path).error_answer
+    error = dialect.error_answer
     statuses = operation.errors if operation.is_open else (401, *operation.errors)
     described: Json = {
         "summary": operation.summary,

@@ -12,7 +12,15 @@ from typing import Any, Generic, Literal, TypeVar
 
 from msgspec import Struct
 
-from protocol.answers import AnswerContext, BodyWriter, ErrorEnvelope, InputTokens, StreamWriter
+from protocol.answers import (
+    CONTENT_TYPE,
+    KEEP_ALIVE,
+    AnswerContext,
+    BodyWriter,
+    ErrorEnvelope,
+    InputTokens,
+    StreamWriter,
+)
 from protocol.body import ClientModel
 from protocol.errors import ApiError
 from protocol.request_fields import RequestFields
@@ -84,7 +92,8 @@ class Dialect:
     of its prompt's tokens. The handlers of `others` are in `app.routes`. `error_body` writes an error, given the
     request's id, in the shape of `error_answer`; `request_id_header` is the dialect's header of that id, in addition to
     ``x-request-id``. `retired` roots have no routes, but their errors are the dialect's. At and below `shared_roots`,
-    which OpenAI's clients use too, a request with the header `client_header` is the dialect's.
+    which OpenAI's clients use too, a request with the header `client_header` is the dialect's. `stream_type` is the
+    content type of its streams; `keep_alive` is a part of one without effect.
     """
 
     root: str
@@ -97,6 +106,8 @@ class Dialect:
     request_id_header: bytes | None = None
     shared_roots: Sequence[str] = ()
     client_header: str | None = None
+    stream_type: str = CONTENT_TYPE
+    keep_alive: bytes = KEEP_ALIVE
 
     @property
     def operations(self) -> list[Operation]:

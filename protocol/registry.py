@@ -12,6 +12,7 @@ from engine.errors import InvalidRequest
 from protocol import answers
 from protocol.anthropic.dialect import ANTHROPIC
 from protocol.body import ClientModel, at_most, decode_json, fail_fast, validate
+from protocol.ollama.dialect import OLLAMA
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.dialect import OPENAI
 from protocol.operations import Dialect, Method, Operation, asks, finds
@@ -52,7 +53,7 @@ def parse_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     return validate(TokenizeChatRequest, content) if is_chat else validate(TokenizeTextRequest, content)
 
 
-DIALECTS = (OPENAI, RESPONSES, ANTHROPIC)
+DIALECTS = (OPENAI, RESPONSES, ANTHROPIC, OLLAMA)
 
 _ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.retired)]
 _BELOW = [(root + "/", dialect) for root, dialect in sorted(_ROOTS, key=lambda each: len(each[0]), reverse=True)]

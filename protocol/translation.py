@@ -16,11 +16,13 @@ from pydantic import ValidationError
 from engine.errors import InvalidRequest
 from protocol.errors import ApiError, to_api_error
 from protocol.openai.chat import ChatCompletionRequest, ConversationFields
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.generation import GenerationRequest
 from protocol.openai.structured import StructuredOutputFields
 
 
-class TranslatedChat(ChatCompletionRequest):
-    """A chat request made from a dialect's. `client_names` are the dialect's names of chat's fields."""
+class _Translated(GenerationRequest):
+    """A request made from a dialect's. `client_names` are the dialect's names of its fields."""
 
     client_names: ClassVar[Mapping[str, str]] = {}
 
@@ -30,7 +32,15 @@ class TranslatedChat(ChatCompletionRequest):
         return InvalidRequest(message, param=param, code=error.code)
 
 
-C = TypeVar("C", bound=TranslatedChat)
+class TranslatedChat(ChatCompletionRequest, _Translated):
+    """A chat request made from a dialect's."""
+
+
+class TranslatedCompletion(CompletionRequest, _Translated):
+    """A completion made from a dialect's request."""
+
+
+C = TypeVar("C", bound=_Translated)
 
 
 class DialectRequest(ConversationFields, StructuredOutputFields):
@@ -59,7 +69,7 @@ class DialectRequest(ConversationFields, StructuredOutputFields):
 
 
 def chat_request(chat: type[C], fields: Mapping[str, Any]) -> C:
-    """Return a chat request with those `fields` that are not None.
+    """Return a chat request, or a completion, with those `fields` that are not None.
 
     Raises `ApiError` 400 with the dialect's names if chat refuses one.
     """
@@ -72,8 +82,8 @@ def chat_request(chat: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _in_words_of(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
-    if param is None:
-        return message, None
+    if param is None or param in names.values():  # or it is in the dialect's words already
+        return message, param
     head, *rest = param.split(".")
     theirs = names.get(head, head)
     if head == "messages":

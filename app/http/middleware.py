@@ -111,9 +111,9 @@ class BrowserCheck:
     A page of any origin may send a POST with a body of plain text, and it can read the answers too once its own name
     resolves to the server's address (DNS rebinding). So a server without clients' keys refuses requests that change
     something, from pages of other origins, on every address. On a loopback address it refuses bodies that are not JSON,
-    because a browser asks the server before it sends JSON for another origin, and Host headers other than an IP
-    address, localhost or one of `allowed_hosts`. If `allowed_hosts` is set, the Host header is checked on every
-    address, with keys or without.
+    because a browser asks the server before it sends JSON for another origin (programs may send any to Ollama's API),
+    and Host headers other than an IP address, localhost or one of `allowed_hosts`. If `allowed_hosts` is set, the Host
+    header is checked on every address, with keys or without.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, tenants: Tenants, refuse: Refuse) -> None:
@@ -137,7 +137,9 @@ class BrowserCheck:
         may_be_foreign = scope["method"] in _SAFE_METHODS or scope.get(_ALLOWED_ORIGIN, False)
         if is_open and not may_be_foreign and self._is_foreign(headers, hosts):
             return _FOREIGN_ORIGIN
-        return _NOT_JSON if is_local and _has_other_body(headers) else None
+        # Clients of Ollama send JSON without saying so. A page cannot hide that it is one: its POST has an Origin.
+        is_program = scope["path"].startswith("/api/") and not {b"origin", b"sec-fetch-site"} & {k for k, _ in headers}
+        return _NOT_JSON if is_local and not is_program and _has_other_body(headers) else None
 
     def _is_own(self, host: bytes) -> bool:
         """Return True if the server goes by this name, a Host header or the part of an origin behind ``://``."""

@@ -5,7 +5,7 @@ A dialect with answers that depend on more than their request has its own handle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +23,7 @@ from app.serving.generation import (
 )
 from app.serving.server import Server, ServerHandler
 from engine.messages import Pooling
-from protocol.answers import Detokenized, InputTokens, Tokens, encode
+from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, Tokens, encode
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
@@ -69,18 +69,23 @@ async def _count(model: type[RequestFields], server: Server, request: RequestSco
 async def _translated(
     server: Server, request: RequestScope, model: type[RequestFields]
 ) -> tuple[RequestFields, GenerationRequest]:
-    defaults = server.model.default_sampling  # raises while no model is loaded, before the body is parsed
+    given = await parse(server, model, request)
+    return given, await translated(server, request, given)
 
-    def read() -> tuple[RequestFields, GenerationRequest]:
-        given = parse_body(model, request.body)
+
+async def translated(server: Server, request: RequestScope, given: RequestFields) -> GenerationRequest:
+    """Return the request in the server's own form, and set the header that names fields without effect."""
+    defaults = server.model.default_sampling
+
+    def read() -> GenerationRequest:
         given.fill_in(defaults)
         body = cast(GenerationRequest, given.translate())  # `RequestFields` cannot import the class that it promises
         body.fill_in(defaults)
-        return given, body
+        return body
 
-    given, body = await server.workload.read(request, read)
+    body = await server.workload.read(request, read)
     await warn_of_left_out(server, request, given, body)
-    return given, body
+    return body
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
@@ -135,6 +140,13 @@ async def embeddings(server: Server, request: RequestScope) -> None:
     """Answer an embeddings request: embed every input, each as a request to the engine that generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
     await warn_of_left_out(server, request, body)
+    await embed(server, request, body, partial(EmbeddingBodyWriter, body))
+
+
+async def embed(
+    server: Server, request: RequestScope, body: EmbeddingRequest, body_writer: Callable[[AnswerContext], BodyWriter]
+) -> None:
+    """Embed every input, and answer with the writer's body."""
     model = server.model
     embedder = model.embedder
     conversation = await server.workload.read(request, body.conversation)
@@ -155,6 +167,6 @@ async def embeddings(server: Server, request: RequestScope) -> None:
         body=prefill,
         pooling=Pooling(body.pooling or server.settings.embedding_pooling or embedder.pooling or "mean"),
         prompts=prompts,
-        body_writer=partial(EmbeddingBodyWriter, body),
+        body_writer=body_writer,
     )
     await generate(server, request, task)

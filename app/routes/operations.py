@@ -26,7 +26,7 @@ from protocol.answers import encode
 from protocol.anthropic.dialect import ANTHROPIC, model_info, model_page
 from protocol.errors import ApiError
 from protocol.openai.answers import ModelCard, ModelList
-from protocol.openai.dialect import unknown_model
+from protocol.openai.dialect import find_model
 from protocol.registry import AbortRequest, ConfigureLogging
 
 T = TypeVar("T")
@@ -195,9 +195,7 @@ async def list_models(server: Server, request: RequestScope) -> None:
 
 async def show_model(server: Server, request: RequestScope) -> None:
     """GET /v1/models/{id}; ids may contain slashes."""
-    name = request.path_params["id"]
-    if name not in server.settings.model_names:
-        raise unknown_model(name, server.settings.model_names)
+    name = find_model(request.path_params["id"], server.settings.model_names)
     await request.send_json(200, encode(_card(server, request, name)))
 
 

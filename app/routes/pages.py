@@ -155,9 +155,10 @@ KEEP_ALIVE = (15.0, b": nothing new\n\n")
 
 
 async def home(server: Server, request: RequestScope) -> None:
-    """GET /: redirect browsers to the dashboard. Raises ApiError 404 for programs."""
+    """GET /: redirect browsers to the dashboard, and answer programs as Ollama does, by which its clients know it."""
     if not wants_page(request.asgi_scope):
-        raise ApiError(404, "There is nothing at '/'.")
+        await request.send_body(200, b"Ollama is running", "text/plain; charset=utf-8", {"vary": "accept"})
+        return
     await request.send_body(303, b"", "text/plain", {"location": "dashboard", "vary": "accept"})
 
 

@@ -26,7 +26,7 @@ from app.serving.server import ServedModel, Server
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput, SamplingParams
-from protocol.answers import CONTENT_TYPE, KEEP_ALIVE, AnswerContext, BodyWriter, Head, StreamWriter
+from protocol.answers import AnswerContext, BodyWriter, Head, StreamWriter
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
@@ -226,6 +226,7 @@ def _answer_context(
         message_format=task.body.message_format(model.prompts.syntax, prompt_end),
         hidden_ids=vocabulary.special_ids if task.body.skip_special_tokens else frozenset(),
         fingerprint=model.fingerprint,
+        durations=outputs.durations,
     )
 
 
@@ -279,9 +280,9 @@ async def _send_stream(
 
     start = partial(
         request.start_stream,
-        CONTENT_TYPE,
+        request.dialect.stream_type,
         error_frame=fail,
-        keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE),
+        keep_alive=(server.settings.sse_keep_alive or math.inf, request.dialect.keep_alive),
     )
     if not await _has_begun(outputs):
         await start()

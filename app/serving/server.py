@@ -35,7 +35,7 @@ from engine.errors import EngineDead
 from engine.messages import FinishReason
 from protocol.body import build_models
 from protocol.errors import ApiError
-from protocol.openai.dialect import unknown_model
+from protocol.openai.dialect import find_model
 
 if TYPE_CHECKING:
     from app.serving.prompts import PromptEncoder
@@ -123,8 +123,7 @@ class Server:
         names = self.settings.model_names
         if name is None or not self.settings.check_model_name:
             return name or names[0]
-        if name not in names:
-            raise unknown_model(name, names)
+        find_model(name, names)
         return name
 
     @property
@@ -365,6 +364,7 @@ class Server:
                 self._model = ServedModel(
                     llm=llm,
                     prompts=prompts,
+                    files=files,
                     root=files.name,
                     embedding_size=files.config.hidden_size,
                     embedder=files.embedder,
@@ -433,6 +433,7 @@ class ServedModel:
 
     llm: AsyncLLM
     prompts: PromptEncoder
+    files: ModelFiles
     root: str  # the weights' own name
     embedding_size: int
     embedder: Embedder

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,13 @@ class RequestStream:
         if self.error is not None:
             raise self.error
         raise StopAsyncIteration
+
+    def durations(self) -> tuple[float, float, float]:
+        """Return the seconds before the engine began, of prefill, and of decode; up to now if it has not ended."""
+        end = time.monotonic() if self.finished_time is None else self.finished_time
+        begin = end if self.first_scheduled_time is None else self.first_scheduled_time
+        first = end if self.first_token_time is None else self.first_token_time
+        return begin - self.arrival_time, first - begin, end - first
 
     @property
     def is_drained(self) -> bool:

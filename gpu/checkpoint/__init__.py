@@ -33,7 +33,7 @@ from gpu.checkpoint.embedded import EMBEDDED_CHAT, EMBEDDED_MODEL, default_cache
 from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.model_files import SAMPLING_FIELDS, ModelFiles, Progress, model_digest, weight_paths
 from gpu.checkpoint.quantized_rows import QuantizedRows
-from gpu.checkpoint.resolve import LOAD_FORMATS, models_here, open_model
+from gpu.checkpoint.resolve import LOAD_FORMATS, fetch_repository, models_here, open_model
 from gpu.checkpoint.scorer import Scorer
 from gpu.checkpoint.tokenizers import is_known as is_known_tokenizer
 
@@ -51,6 +51,7 @@ __all__ = [
     "RopeScaling",
     "Scorer",
     "default_cache_dir",
+    "fetch_repository",
     "is_known_tokenizer",
     "model_digest",
     "models_here",

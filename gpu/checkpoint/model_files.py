@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +21,7 @@ from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.hf_files import read_header
 from gpu.checkpoint.quantized_layers import QuantizedCheckpoint
 from gpu.checkpoint.scorer import Scorer
+from gpu.checkpoint.tensors import tensor_shapes
 
 # ----------------------------------------------------------------------------------------------------- default sampling
 # The sampling that a model's authors recommend, for parameters that a request does not set. The names are those that
@@ -151,6 +154,20 @@ class ModelFiles:
     def sampling(self) -> Sampling:
         """The authors' recommended values for parameters that a request does not set."""
         return self.load_sampling()
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, tensor_shapes(self.config).values()))
+
+    @property
+    def weight_type(self) -> str:
+        """The type of most of the weights, as GGUF files name it; of quantized safetensors, that of the others."""
+        if isinstance(self.tensors, GGUFFile):
+            sizes = Counter[str]()
+            for tensor in self.tensors.tensors.values():
+                sizes[tensor.type.name] += tensor.nbytes
+            return max(sizes, key=sizes.__getitem__)
+        return {"float32": "F32", "float16": "F16"}.get(self.config.torch_dtype, "BF16")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -62,6 +62,18 @@ def open_model(
     return replace(files, tensors=files.tensors if with_weights else None, seed=seed, progress=progress)
 
 
+def fetch_repository(name: str, progress: Progress) -> None:
+    """Download a hub's model by a name as in `open_model`, which is never read as a path here. Raises `ModelError`."""
+    if (hub_id := _HUB_ID.fullmatch(name)) is None:
+        raise ModelError(
+            f"{name[:80]!r} is no repository of the hub: name one as 'org/name' or 'org/name:Q4_K_M', for example "
+            "'Qwen/Qwen3-0.6B'."
+        )
+    from gpu.checkpoint.hub import fetch_from_hub
+
+    fetch_from_hub(*hub_id.group("repo", "tag", "revision"), progress=progress)
+
+
 def _open(model: str, cache_dir: Path, model_impl: str, *, with_weights: bool, progress: Progress) -> ModelFiles:
     # Imported here, because the server answers before it needs them, and they take time to import.
     from gpu.checkpoint.gguf_model import open_gguf

@@ -50,6 +50,14 @@ OPENAI = Dialect(
 )
 
 
+def find_model(name: str, served: Sequence[str]) -> str:
+    """Return the served model that a client's name means: clients of Ollama may add ``:latest``. Raises 404."""
+    for each in (name, name.removesuffix(":latest")):
+        if each in served:
+            return each
+    raise unknown_model(name, served)
+
+
 _MAX_SHOWN = 64  # characters of an unknown name that the error repeats
 
 

@@ -87,6 +87,11 @@ class ModelSyntax:
         """The name of the syntax in which calls are read; `none` if they stay text."""
         return self._syntax.name if self._reads_calls else "none"
 
+    @property
+    def can_think(self) -> bool:
+        """True if the model writes reasoning before its answer."""
+        return self._reasoning is not None
+
     def for_template(
         self, messages: Sequence[Message], tools: ToolUse | None
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:

@@ -11,6 +11,7 @@ from engine.errors import InvalidRequest
 from protocol.anthropic.messages import CountTokensRequest, MessagesRequest
 from protocol.body import parse_body
 from protocol.errors import ApiError, to_api_error
+from protocol.ollama.requests import GenerateRequest, OllamaChatRequest
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.embeddings import EmbeddingRequest
@@ -26,7 +27,10 @@ BODIES: dict[type[RequestFields], dict[str, Any]] = {
     CompletionRequest: {"prompt": "Hello"},
     MessagesRequest: {"messages": [USER, ASSISTANT], "max_tokens": 5},
     ResponsesRequest: {"input": [USER, ASSISTANT]},
+    OllamaChatRequest: {"messages": [USER, ASSISTANT]},
+    GenerateRequest: {"prompt": "Hello"},
 }
+TO_CONTINUE = (MessagesRequest, OllamaChatRequest)  # which continue the assistant's message by default
 
 # A value of each field that is not its default, with the fields that it needs.
 VALUES: dict[str, Any] = {
@@ -129,8 +133,10 @@ OWN = {"messages", "prompt", "tools", "tool_choice"}
 def fields_of(model: type[RequestFields], name: str, value: Any) -> dict[str, Any]:
     if name == "add_special_tokens":
         return {name: not model.model_fields[name].default}
-    if name in ("add_generation_prompt", "continue_final_message") and model is MessagesRequest:
-        return {name: not value}  # it continues the assistant's message by default
+    if name in ("add_generation_prompt", "continue_final_message") and model in TO_CONTINUE:
+        return {name: not value}
+    if name == "stream" and model.model_fields[name].default is not False:
+        return {name: False}
     if name == "logprobs" and model is CompletionRequest:
         return {name: 2}
     if name in ("top_logprobs", "logprob_token_ids") and model is not ResponsesRequest:
@@ -188,7 +194,10 @@ def test_a_common_field_is_obeyed_refused_or_warned_of(model: type[RequestFields
         assert found[name] == "refused"
 
 
-@pytest.mark.parametrize("model", [MessagesRequest, ResponsesRequest, CountTokensRequest, InputTokensRequest])
+@pytest.mark.parametrize(
+    "model",
+    [MessagesRequest, ResponsesRequest, CountTokensRequest, InputTokensRequest, OllamaChatRequest, GenerateRequest],
+)
 def test_a_dialect_refuses_what_chat_refuses(model: type[RequestFields]) -> None:
     assert ChatCompletionRequest.unsupported.keys() - model.model_fields.keys() <= model.unsupported.keys()
 

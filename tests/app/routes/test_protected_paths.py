@@ -23,7 +23,7 @@ OPEN = {
 }
 ADMINISTRATION = {
     *("/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"),
-    *("/configure_logging", "/dashboard/frames", "/dashboard/simulation"),
+    *("/configure_logging", "/dashboard/frames", "/dashboard/simulation", "/api/pull"),
 }
 BYTES = [f"%{number:02x}" for number in range(256)]
 

@@ -58,7 +58,7 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     assert after.samples[gaps] == before.samples[gaps] + 2
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/health/", "/V1/models", "/v1/chat/completions/"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/health/", "/V1/models", "/v1/chat/completions/"])
 def test_unknown_route_is_404_in_the_envelope(server: Server, path: str) -> None:
     answer = server.client.get(path)
     assert answer.status_code == 404

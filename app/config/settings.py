@@ -56,12 +56,18 @@ def _check_hosts(settings: Settings) -> None:
             )
 
 
+# As browsers write an origin: hosts are in ASCII, and the scheme's usual port is left out.
+_USUAL_PORT = "http://.*:80$|https://.*:443$"
+_ORIGIN = re.compile(rf"(?i:(?!{_USUAL_PORT})[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{{1,5}})?)")
+
+
 def _check_doors(settings: Settings) -> None:
     for origin in settings.allowed_origins:
-        if origin != "*" and not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+", origin):
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(
                 f"allowed_origins: got {origin!r}; allowed: scheme, host and port as browsers send them in Origin, "
-                "without a path or pattern, or * for every page. A value that works: https://chat.example.com"
+                "without a path, a pattern or the scheme's usual port, or * for every page. A value that works: "
+                "https://chat.example.com"
             )
     if settings.uds is not None and settings.reuse_port:
         raise ValueError(
@@ -534,7 +540,7 @@ class Settings(BaseSettings):
         if self.served_model_name:
             return tuple(dict.fromkeys(self.served_model_name))
         path = Path(self.model).expanduser()
-        if path.suffix == ".gguf":
+        if path.suffix.lower() == ".gguf":
             return (path.stem,)
         return (path.resolve().name,) if path.is_dir() else (self.model,)
 

@@ -167,7 +167,9 @@ def choose_gguf(models: Sequence[GGUFModel], tag: str | None, repo: str) -> GGUF
     """
     plain = [model for model in models if not model.tag.startswith(_DYNAMIC)]
     if tag is not None and tag.lower().endswith(".gguf"):
-        found = [[model for model in models if any(f"/{file.path}".endswith(f"/{tag}") for file in model.files)]]
+        end = f"/{tag}".lower()
+        found = [[model for model in models if any(file.path == tag for file in model.files)]]
+        found += [[model for model in models if any(f"/{file.path}".lower().endswith(end) for file in model.files)]]
     elif tag is not None:
         wanted = tag.upper()
         found = [[model for model in models if model.tag == wanted]]

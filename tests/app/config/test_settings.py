@@ -236,7 +236,8 @@ def test_a_local_model_is_called_by_its_last_part_only(tmp_path: Path) -> None:
     directory = tmp_path / "secret-project" / "my-llama"
     directory.mkdir(parents=True)
     assert Settings(model=str(directory)).model_names == ("my-llama",)
-    assert Settings(model=str(directory / "tiny.gguf")).model_names == ("tiny",)
+    for name in ("tiny.gguf", "tiny.GGUF"):
+        assert Settings(model=str(directory / name)).model_names == ("tiny",)
     assert Settings(model="org/name").model_names == ("org/name",)
     assert Settings(model="org/name", served_model_name=("x", "y", "x")).model_names == ("x", "y")
 

@@ -147,11 +147,32 @@ def test_a_star_allows_every_page_and_names_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["chat.example.com", f"{PAGE}/", f"{PAGE}/path", "https://*.example.com", "null", ""]
+    "origin",
+    [
+        *[
+            "chat.example.com",
+            f"{PAGE}/",
+            f"{PAGE}/path",
+            "https://*.example.com",
+            "null",
+            "",
+            "https://a:b",
+            "https://:1",
+        ],
+        *[
+            "https://a.example:443",
+            "HTTP://a.example:80",
+            "https://b\u00fccher.example",
+            "https://a.example:",
+            "a://b\n",
+        ],
+    ],
 )
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(SettingsError, match="allowed_origins: got .*A value that works: https://chat.example.com"):
         load_settings({"allowed_origins": [origin]})
-    both = load_settings({"allowed_origins": "https://a.example,http://localhost:3000"}).allowed_origins
-    assert both == ("https://a.example", "http://localhost:3000")
+    works = (
+        "https://a.example,http://localhost:3000,http://[::1]:443,https://a_b.xn--bcher-kva.example,tauri://localhost"
+    )
+    assert load_settings({"allowed_origins": works}).allowed_origins == tuple(works.split(","))
     assert Settings().allowed_origins == ()

@@ -79,8 +79,8 @@ class PackedWeights:
 
         for struct, layer in zip(self._model.layers[: len(spec.layers)], spec.layers, strict=True):
             attention, network = layer.attention, layer.feed_forward
-            norms = (layer.attention_norm, layer.attention_post_norm, layer.feed_forward_norm)
-            norms += (layer.feed_forward_post_norm,)
+            norms: tuple[RMSNormSpec | None, ...] = (layer.attention_norm, layer.attention_post_norm)
+            norms += (layer.feed_forward_norm, layer.feed_forward_post_norm)
             if isinstance(attention, AttentionSpec):
                 matrix(struct, "qkv", *attention.qkv)
                 if attention.qkv[0].bias:

@@ -156,7 +156,7 @@ class LLM(engine.frontend.llm.LLM):
         config, embedder = self._files.config, self._files.embedder
         asked = EmbeddingRequest.model_construct(input=given, prompt_name=prompt_name, dimensions=dimensions)
         inputs = asked.inputs(config.vocab_size, embedder.prompts, embedder.default_prompt) if given else []
-        asked.check_dimensions(config.hidden_size)
+        asked.check_dimensions(config.embedding_size)
         kind, nothing = Pooling(pooling or embedder.pooling or "mean"), SamplingParams(max_tokens=0)
         found = self.generate(inputs, nothing, progress=use_tqdm, pooling=kind)
         return [finished_vector(each.choices[0].hidden_state or b"", dimensions, normalize) for each in found]

@@ -19,13 +19,13 @@ from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.weights.quantization import Quantization
 from gpu.weights.reading import read_weights
-from gpu.worker import Worker, sample_text
+from gpu.worker import EncoderWorker, Worker, sample_text
 
 if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
 
 
-NO_TIERS = "this model's KV blocks are useless without its states, which are kept only in the KV cache"
+NO_TIERS = "this model has no KV cache, or its KV blocks are useless without its states, which are kept only there"
 
 
 def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> UniProcExecutor:
@@ -47,6 +47,8 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
     """Return a worker with its weights, and a sentence for the log about their quantization error. `ranks` are a
     `Worker`'s arguments for one of several ranks."""
     device = resolve_device(options.device)
+    if files.config.encoder is not None:
+        return EncoderWorker(files.config, read_weights(files), options), ""
     spec = rank_spec(files.config, options, device, layout)
     if files.quantized is not None and device != "cpu" and spec.has_kernels:
         from gpu.models.torch_model import resolve_dtype
@@ -87,7 +89,7 @@ class UniProcExecutor:
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
         """Open the tier that the options ask for, if any."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
-            if self.facts.state_bytes:
+            if self.facts.state_bytes or self.facts.is_encoder:
                 setting = "kv_cache_ram" if options.kv_cache_dir is None else "kv_cache_dir"
                 raise ConfigError(setting, getattr(options, setting), allowed=NO_TIERS, hint=f"leave out {setting}")
             caches, num_groups = self._worker.kv_caches, len(self.facts.kv_windows)

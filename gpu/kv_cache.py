@@ -35,6 +35,8 @@ class KVCacheSize:
     num_checkpoints: int = 0  # states kept as checkpoints
 
     def __str__(self) -> str:
+        if not self.bytes_per_block:
+            return f"No KV cache: prompts of up to {self.max_model_len:,} tokens are computed whole"
         states = ""
         if self.state_bytes:
             states = (

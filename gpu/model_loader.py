@@ -20,6 +20,7 @@ from gpu.cpu.library import Library, load_library
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.host import available_memory, has_torch, usable_cores
 from gpu.kv_cache import check_max_model_len, check_weights_fit
+from gpu.runner.encoder_runner import Encoder
 from gpu.runner.runner import LanguageModel, WorkerOptions
 from gpu.sampling.draw import Shards
 from gpu.sharding import Layout, sharded
@@ -149,6 +150,26 @@ def load_model(
     )
 
 
+def load_encoder(
+    config: ModelConfig, weights: Iterable[tuple[str, Any]], options: WorkerOptions, device: str
+) -> Encoder:
+    """Build an encoder and draw its weights, as `load_model` does; `weights` are without those of its heads.
+
+    dtype "auto" is float32 on a CPU where torch computes, so that vectors equal those of the authors' programs.
+    """
+    longest = check_max_model_len(config, options.max_model_len)
+    check_quantization(options, None, device)
+    check_kv_cache_dtype(options, None, device, False)
+    from gpu.models.encoder import TorchEncoder
+    from gpu.models.torch_model import resolve_dtype, use_threads
+
+    use_threads(options.num_threads or usable_cores())
+    name = "float32" if device == "cpu" and options.dtype == "auto" else options.dtype
+    dtype = resolve_dtype(name, config, device)
+    check_weights_fit(spec_of(config), free_memory(device), 8 * dtype.itemsize)
+    return TorchEncoder(config, weights, dtype=dtype, device=device, max_model_len=longest)
+
+
 def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int:
     """Return the bits per weight of the torch backend, which keeps all weights in one dtype."""
     from gpu.models.torch_model import resolve_dtype
@@ -158,7 +179,12 @@ def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int
 
 def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
     """Return the C++ library if it supports this model with these options; None if torch computes."""
-    if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
+    if (
+        config.encoder is not None
+        or device != "cpu"
+        or options.dtype not in LIBRARY_DTYPES
+        or options.runner == "device"
+    ):
         return None
     return load_library() if CPUCausalLM.supports(config) else None
 

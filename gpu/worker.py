@@ -25,8 +25,18 @@ from gpu.checkpoint.model_files import Progress, no_progress
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
-from gpu.kv_cache import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size, kv_layout
-from gpu.model_loader import ServedModel, free_memory, load_model, use_device
+from gpu.kv_cache import (
+    CPU_MEMORY_LIMIT,
+    CPU_MEMORY_SHARE,
+    GIB,
+    KVCacheSize,
+    check_max_model_len,
+    check_memory,
+    kv_cache_size,
+    kv_layout,
+)
+from gpu.model_loader import ServedModel, free_memory, load_encoder, load_model, use_device
+from gpu.runner.encoder_runner import EncoderHeads, EncoderRunner
 from gpu.runner.host_runner import MAX_LOGITS_ROWS, ModelRunner
 from gpu.runner.rows import BatchSizes
 from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks, StateInputs, WorkerOptions
@@ -185,6 +195,39 @@ class Worker:
             check_memory(options.kv_cache_memory, free_memory(self.device))
             return options.kv_cache_memory
         return budget
+
+
+class EncoderWorker(Worker):
+    """A device with a loaded encoder, which has no KV cache. To the engine, a request takes one block."""
+
+    def __init__(self, config: ModelConfig, weights: Iterable[tuple[str, Any]], options: WorkerOptions) -> None:
+        self.device = use_device(options.device)
+        self._on_cuda = self.device != "cpu"
+        self._num_threads = options.num_threads or usable_cores()
+        self._entered = threading.local()
+        self._model = self._native = None
+        heads = EncoderHeads(config.encoder)
+        longest = check_max_model_len(config, options.max_model_len)
+        options = replace(options, max_num_batched_tokens=max(options.max_num_batched_tokens, longest))
+        encoder = load_encoder(config, heads.take(weights), options, self.device)
+        self.computes = f"{self.device}, {encoder.forms}, {self._num_threads} threads"
+        self.facts = ModelFacts(compute_form=f"{self.device.partition(':')[0]}, {encoder.forms}", is_encoder=True)
+        self.kv_cache_size = KVCacheSize(
+            num_blocks=options.max_num_seqs,
+            block_size=longest,
+            bytes_per_block=0,
+            max_model_len=longest,
+            num_tokens=options.max_num_seqs * longest,
+        )
+        self.kv_caches = ()
+        self.runner = EncoderRunner(encoder, config.encoder, heads)
+        self.perplexity = None
+        self.pipeline_depth = 1
+
+    def start_profile(self) -> WorkerProfile:
+        from gpu.profile import TorchProfile
+
+        return TorchProfile()
 
 
 # ----------------------------------------------------------------------------------------------------------- perplexity

@@ -59,8 +59,14 @@ class TruncatedPrompt(RequestBody):
         """The parts of the request that have no effect."""
         return IgnoredParts(fields=self.without_effect)
 
-    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """Return the prompt, truncated as requested. Raises `InvalidRequest` for a length beyond the context."""
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """True if truncation keeps the special tokens that the tokenizer puts around a text."""
+        return False
+
+    def truncated(self, token_ids: list[int], max_model_len: int, first: int = 0, last: int = 0) -> list[int]:
+        """Return the prompt, truncated as requested, with its `first` and `last` tokens. Raises `InvalidRequest` for a
+        length beyond the context."""
         count = self.truncate_prompt_tokens
         if count is None:
             return token_ids
@@ -71,7 +77,13 @@ class TruncatedPrompt(RequestBody):
                 f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {count}.",
                 param="truncate_prompt_tokens",
             )
-        return token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
+        if len(token_ids) <= count:
+            return token_ids
+        if first + last >= count:
+            first = last = 0
+        end, room = len(token_ids) - last, count - first - last
+        kept = token_ids[end - room : end] if self.truncation_side == "left" else token_ids[first : first + room]
+        return token_ids[:first] + kept + token_ids[end:]
 
     def answer_room(self, max_model_len: int) -> int:
         """Return how many tokens of the context `truncate_prompt_tokens: -1` leaves to the answer."""

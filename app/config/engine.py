@@ -26,12 +26,13 @@ SHOWN_SETTINGS = (
 def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
     """Return the configuration of an engine's core. `more` are fields that come from neither settings nor engine."""
     depth = settings.pipeline_depth or engine.pipeline_depth
+    batched, is_encoder = settings.max_num_batched_tokens, engine.facts.is_encoder
     return EngineConfig(
         max_model_len=engine.max_model_len,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=max(batched, engine.max_model_len) if is_encoder else batched,
         target_inter_token_latency=settings.target_inter_token_latency,
-        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_prefix_caching=settings.enable_prefix_caching and not is_encoder,
         state_checkpoint_interval=settings.state_checkpoint_interval,
         facts=engine.facts,
         pipeline_depth=max(depth, settings.pipeline_parallel_size),

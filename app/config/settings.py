@@ -399,10 +399,11 @@ class Settings(BaseSettings):
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="Serve /tokenizer_info: the tokenizer's configuration and the chat template."
     )
-    embedding_pooling: Literal["mean", "last"] | None = Field(
+    embedding_pooling: Literal["mean", "last", "cls", "weighted_mean"] | None = Field(
         None,
         description="How /v1/embeddings pools hidden states unless a request asks otherwise. Default: as in the "
-        "model's files (modules.json, pooling_type of a GGUF file), or else mean.",
+        "model's files (modules.json, pooling_type of a GGUF file), or else mean. cls and weighted_mean need an "
+        "encoder.",
         examples=["mean"],
     )
     max_queued_requests: int = Field(

@@ -22,7 +22,6 @@ from app.serving.generation import (
     warn_of_left_out,
 )
 from app.serving.server import Server, ServerHandler
-from engine.messages import Pooling
 from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, Tokens, encode
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
@@ -148,7 +147,8 @@ async def embed(
 ) -> None:
     """Embed every input, and answer with the writer's body."""
     model = server.model
-    embedder = model.embedder
+    embedder, is_encoder = model.embedder, model.engine_info.facts.is_encoder
+    pooling = body.kind(server.settings.embedding_pooling or embedder.pooling or "mean", is_encoder=is_encoder)
     conversation = await server.workload.read(request, body.conversation)
     prompts: Prompts
     if conversation is None:
@@ -160,12 +160,12 @@ async def embed(
         conversation.check_template_kwargs(server.settings.template_kwargs)
         await warn_of_left_out(server, request, conversation, fields=body.without_effect)
     body.check_dimensions(model.embedding_size)
-    prefill = await server.workload.read(request, body.to_prefill)
+    prefill = await server.workload.read(request, partial(body.to_prefill, is_encoder=is_encoder))
     head = new_head(server, request, "embd-", body.model, body.request_id)
     task = GenerationTask(
         head=head,
         body=prefill,
-        pooling=Pooling(body.pooling or server.settings.embedding_pooling or embedder.pooling or "mean"),
+        pooling=pooling,
         prompts=prompts,
         body_writer=body_writer,
     )

@@ -134,6 +134,13 @@ async def generate(server: Server, request: RequestScope, task: GenerationTask) 
 
 async def _generate(server: Server, request: RequestScope, task: GenerationTask) -> None:
     model, body, read = server.model, task.body, partial(server.workload.read, request)
+    if task.pooling is None and model.engine_info.facts.is_encoder:
+        raise ApiError(
+            400,
+            f"The model {task.head.model!r} is an encoder, which generates no text. It serves /v1/embeddings.",
+            param="model",
+            code="model_not_supported",
+        )
     request.answer_id = task.head.id
     sampling = await read(lambda: body.to_sampling_params(model.engine_info.vocab_size))
     deadlines = _deadlines(server, request, body)
@@ -166,9 +173,12 @@ def _queue(
     server: Server, request: RequestScope, task: GenerationTask, sampling: SamplingParams, deadlines: Deadlines
 ) -> AbstractContextManager[QueueTicket]:
     times = [each for each in deadlines if each is not None]
+    choices = task.body.n * len(task.prompts)
+    if task.pooling is not None:  # thousands of inputs are one request to the queue, which they pass in turn
+        choices = min(choices, max(1, server.settings.max_queued_requests // 8))
     return server.admission.queue(
         request.tenant,
-        choices=task.body.n * len(task.prompts),
+        choices=choices,
         tokens=len(request.body) // CHARACTERS_PER_TOKEN,
         timeout=min(times) - time.monotonic() if times else None,
         max_tokens=0 if task.pooling is not None else sampling.max_tokens,

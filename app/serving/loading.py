@@ -69,10 +69,10 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     )
     if settings.chat_template is not None:
         files = replace(files, chat_template=_read_template(settings.chat_template))
-    if files.config.transformers_dir is not None and settings.has_rank_processes:
+    if (files.config.transformers_dir or files.config.encoder) is not None and settings.has_rank_processes:
         setting = next((name for name in LAYOUT_SETTINGS[:2] if getattr(settings, name) > 1), "executor")
         hint = f"{setting}={'uni' if setting == 'executor' else 1} works"
-        allowed = "a model that transformers computes has one rank, in the engine"
+        allowed = "an encoder, or a model that transformers computes, has one rank, in the engine"
         raise ConfigError(setting, getattr(settings, setting), allowed=allowed, hint=hint)
     if settings.num_ranks > 1:
         _check_layout(settings, files)
@@ -156,14 +156,13 @@ def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
 def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
     """Make a model's grammar compiler, for the server and for the engine. Raises ModelError if the model has no EOS
     token."""
-    if not files.config.eos_token_ids:
+    if not files.config.eos_token_ids and files.config.encoder is None:
         raise ModelError(
             f"{files.name} names no EOS token, so no answer would end: eos_token_id (in a GGUF file "
             f"tokenizer.ggml.eos_token_id) must be an id below {files.config.vocab_size}."
         )
-    return GrammarCompiler(
-        Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=end_token_ids(files)
-    )
+    ends = end_token_ids(files) or (0,)  # an encoder may have none, and ends nothing
+    return GrammarCompiler(Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=ends)
 
 
 def make_client(

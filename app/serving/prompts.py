@@ -117,9 +117,21 @@ class PromptEncoder:
                 token_ids = [await self.encode_chat(chat, max_model_len)]
             case _:
                 texts = cast("Sequence[str | list[int]]", prompts)
+                around = (0, 0)
+                if body.keeps_special_tokens and body.truncate_prompt_tokens is not None:
+                    if body.truncation_side == "right":  # what follows the longest prompt is cut off anyway
+                        longest = self._longest_token * max_model_len - 1
+                        texts = [each[:longest] if isinstance(each, str) else each for each in texts]
+                    if body.add_special_tokens:
+                        before, after = self._special_tokens_around
+                        around = len(before), len(after)
                 token_ids = await self.encode_texts(
                     texts, max_model_len, param=body.prompt_field, add_special_tokens=body.add_special_tokens
                 )
+                are_texts = [isinstance(each, str) for each in texts]
+                kept = [around if is_text else (0, 0) for is_text in are_texts]
+                pairs = zip(token_ids, kept, strict=True)
+                return [body.truncated(each, max_model_len, *ends) for each, ends in pairs]
         return [body.truncated(each, max_model_len) for each in token_ids]
 
     async def _encode_end(self, chat: ChatCompletionRequest, limit: int) -> list[int] | None:

@@ -366,7 +366,7 @@ class Server:
                     prompts=prompts,
                     files=files,
                     root=files.name,
-                    embedding_size=files.config.hidden_size,
+                    embedding_size=files.config.embedding_size,
                     embedder=files.embedder,
                     engine_info=engine_info,
                     default_sampling=default_sampling(self.settings, files),

@@ -88,6 +88,8 @@ class Admission:
                 if len(skipped) == _MAX_SKIPPED:
                     break
                 continue
+            if plan.whole_prompts and num_missing > plan.budget:
+                break
             is_scarce = bool(skipped) and len(table.running) + len(skipped) >= self.max_num_seqs
             if not all(self._may_overtake(request, each, is_scarce) for each in skipped):
                 break

@@ -169,7 +169,7 @@ class Scheduler:
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
-        plan = PlanDraft(self.config.max_num_batched_tokens, now, only)
+        plan = PlanDraft(self.config.max_num_batched_tokens, now, only, whole_prompts=self.config.facts.is_encoder)
         behind = self._plan_decodes(plan)
         if not (behind and only is None and self._share_prefill(plan, behind)):
             self._plan_prefills(plan, behind)
@@ -226,7 +226,7 @@ class Scheduler:
                 continue  # it was preempted just now for an earlier request, or it has its chunk
             start = len(request.token_ids) - num_behind
             num_tokens = plan.chunk(start, num_behind)
-            if self._extend(plan, request, start + num_tokens):
+            if num_tokens and self._extend(plan, request, start + num_tokens):
                 plan.add_prefill(request, num_tokens, num_behind)
 
     def _share_prefill(self, plan: PlanDraft, behind: list[tuple[Request, int]]) -> bool:
@@ -245,7 +245,7 @@ class Scheduler:
         if plan.budget:
             plan.set_pace(start)
         budget = plan.budget
-        if most <= budget or budget < 2 or not self._extend(plan, first, start + budget):
+        if most <= budget or budget < 2 or plan.whole_prompts or not self._extend(plan, first, start + budget):
             return False
         plan.add_prefill(first, budget - budget // 2, most)
         shorter = [each for each in behind if 2 * each[1] <= most]

@@ -16,8 +16,11 @@ class PlanDraft:
     """The remaining budget of a step that is planned at `now`, and the tokens given to each request. `only`, if set,
     lists the requests that the step is restricted to."""
 
-    def __init__(self, budget: int, now: float = 0.0, only: Collection[str] | None = None) -> None:
+    def __init__(
+        self, budget: int, now: float = 0.0, only: Collection[str] | None = None, *, whole_prompts: bool = False
+    ) -> None:
         self.budget = budget
+        self.whole_prompts = whole_prompts  # a prompt that does not fit into the budget gets nothing of it
         self.now = now
         self.only = only
         self.num_tokens: dict[str, int] = {}  # computed
@@ -35,6 +38,8 @@ class PlanDraft:
     def chunk(self, start: int, num_missing: int) -> int:
         """Return how many of `num_missing` tokens, from position `start` on, a request may get in this step."""
         self.set_pace(start)
+        if self.whole_prompts and num_missing > self.budget:
+            return 0
         return min(num_missing, self.budget)
 
     def set_pace(self, start: int) -> None:

@@ -86,6 +86,12 @@ class ModelConfig:
         """The experts of a layer; 0 without a mixture of experts."""
         return int(self.numbers.get("num_experts", 0))
 
+    @property
+    def embedding_size(self) -> int:
+        """The length of a vector of `/v1/embeddings`."""
+        dense = () if self.encoder is None else self.encoder.dense
+        return int(dense[-1].weight.shape[0]) if dense else self.hidden_size
+
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that a query of this layer sees, itself included; None: all before it."""
         is_full = bool(self.layer_types) and self.layer_types[layer] == "full_attention"

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from gpu.checkpoint import hf_files
 from gpu.checkpoint.config import MAX_CHAT_TEMPLATE, ModelConfig, ModelError, check_chat_template, shown
 from gpu.checkpoint.embedder import Embedder, embedder_of_directory
-from gpu.checkpoint.hf_config import config_from_hf, token_ids
+from gpu.checkpoint.families.encoders import encoder_config, encoder_family
+from gpu.checkpoint.hf_config import config_from_hf, dtype_of, token_ids
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_layers import BNB_STATE, linear_layers, quantized_layers_of
 from gpu.checkpoint.scorer import as_decoder, scorer_of_directory
@@ -68,15 +69,24 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
         values.setdefault("quantization_config", {**modelopt, "quant_method": "modelopt"})
     scorer = scorer_of_directory(directory, values, name)
     values = as_decoder(values) if scorer is not None and scorer.tokens else values
-    quantized = None
-    if is_for_transformers(values, model_impl):
+    quantized, encoder = None, encoder_family(values)
+    embedder = embedder_of_directory(directory, name)
+    if encoder is not None:
+        ends = [*eos_token_ids, *_ids_of(special_tokens.get("sep_token"), directory, tokenizer_config)]
+        config = encoder_config(
+            *encoder,
+            values,
+            where=f"{name}, config.json",
+            torch_dtype=dtype_of(values, name),
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+        )
+    elif is_for_transformers(values, model_impl):
         config = config_from_transformers(
             directory, values, eos_token_ids=tuple(eos_token_ids), tensors=tensors, source=name
         )
     else:
         config = config_from_hf(values, eos_token_ids=tuple(eos_token_ids), source=name)
         quantized = quantized_layers_of(values, name)
-    embedder = embedder_of_directory(directory, name)
     if tensors is not None and config.transformers_dir is None:
         config = _with_head(config, embedder, tensors, source=name)
         read_header = partial(hf_files.read_header, quantized=quantized is not None)

@@ -30,7 +30,11 @@ from gpu.checkpoint.quantized_rows import (
 logger = logging.getLogger(__name__)
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
-_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|embeddings\.(position|token_type)_ids")
+# What training put on an encoder: it predicts masked words, or pools in a way that the served model does not.
+_OF_TRAINING = re.compile(r"(cls|lm_head|pooler|head|decoder|vocab_\w+)\..+")
+_OF_ENCODER = re.compile(r"(bert|roberta|distilbert|nomic_bert)\.|model\.(?=embeddings\.|final_norm\.)")
+_OLD_NORM = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")  # of checkpoints that were converted from TensorFlow
 # Tensors of a vision model, which are skipped, and the prefix of its text part, which is served.
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|embed_vision)\..+")
 _OF_AUDIO = re.compile(r"(model\.)?(audio_tower|embed_audio)\..+")
@@ -60,7 +64,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes_of(spec_of(config))
 
 
-def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+def shapes_of(spec: object) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every weight in `spec`, a model or one rank's part."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts_of(spec):
@@ -74,6 +78,9 @@ def text_name(name: str) -> str:
     """Return the name that a tensor has in a model without a vision part."""
     if _BARE.match(name):
         return f"model.{name}"
+    if _OF_ENCODER.match(name):
+        name = _OF_ENCODER.sub("", name, count=1)
+        return _OLD_NORM.sub(lambda found: "weight" if found[1] == "gamma" else "bias", name)
     return _OF_TEXT.sub(lambda found: "model." if found[1] else "", name, count=1) if _OF_TEXT.match(name) else name
 
 
@@ -118,6 +125,9 @@ class _Check:
             if pattern.fullmatch(name):
                 self.skipped[kind] += 1
                 return False
+        if self._config.encoder is not None and name not in self._shapes and _OF_TRAINING.fullmatch(name):
+            self.skipped["heads that only training used"] += 1
+            return False
         if (keys := _OF_KEYS.fullmatch(name)) and name not in self._shapes and self._reads_others(int(keys[1])):
             self.skipped["layers that read the keys of others"] += 1
             return False
@@ -220,6 +230,9 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
             stack = stacks[name][0].stack
             assert stack is not None
             yield from _parts(name, stacks[name], array if stack.outputs_first else array.swapaxes(1, 2), "weight")
+        elif name.endswith(".bias") and (whole := f"{name.removesuffix('bias')}weight") in stacks:
+            for part in stacks[whole] if len(array) == rows_of(stacks[whole]) else ():
+                yield f"{part.name}.bias", array[part.rows]
         elif name.endswith("_bias") and name.removesuffix("_bias") in stacks and array.ndim == 2:
             yield from _parts(name, stacks[name.removesuffix("_bias")], array, "bias")
         else:

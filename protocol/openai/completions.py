@@ -18,6 +18,7 @@ from protocol.openai.logprobs import CompletionLogprobs
 from protocol.request_fields import TokenIds
 
 MAX_PROMPTS = 1024
+MAX_INPUTS = 8192
 
 
 def _prompt_shape(value: Any) -> str | None:
@@ -37,16 +38,25 @@ def _prompt_shape(value: Any) -> str | None:
 _NOT_EMPTY = Field(json_schema_extra={"minItems": 1})  # which `prompt_list` checks
 _Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 _Tokens = Annotated[TokenIds, _NOT_EMPTY]
+_SHAPE = Discriminator(
+    _prompt_shape,
+    custom_error_type="shape",
+    custom_error_message="a string, an array of strings, an array of token ids or an array of arrays of token ids",
+)
+_PROMPTS, _INPUTS = at_most(MAX_PROMPTS, "prompts"), at_most(MAX_INPUTS, "inputs")
 Prompt = Annotated[
     Annotated[_Text, Tag("$text")]
-    | Annotated[list[_Text], fail_fast, at_most(MAX_PROMPTS, "prompts"), _NOT_EMPTY, Tag("$texts")]
+    | Annotated[list[_Text], fail_fast, _PROMPTS, _NOT_EMPTY, Tag("$texts")]
     | Annotated[_Tokens, Tag("$tokens")]
-    | Annotated[list[_Tokens], fail_fast, at_most(MAX_PROMPTS, "prompts"), _NOT_EMPTY, Tag("$token_lists")],
-    Discriminator(
-        _prompt_shape,
-        custom_error_type="shape",
-        custom_error_message="a string, an array of strings, an array of token ids or an array of arrays of token ids",
-    ),
+    | Annotated[list[_Tokens], fail_fast, _PROMPTS, _NOT_EMPTY, Tag("$token_lists")],
+    _SHAPE,
+]
+Inputs = Annotated[  # of embeddings
+    Annotated[_Text, Tag("$text")]
+    | Annotated[list[_Text], fail_fast, _INPUTS, _NOT_EMPTY, Tag("$texts")]
+    | Annotated[_Tokens, Tag("$tokens")]
+    | Annotated[list[_Tokens], fail_fast, _INPUTS, _NOT_EMPTY, Tag("$token_lists")],
+    _SHAPE,
 ]
 
 

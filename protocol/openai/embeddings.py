@@ -15,12 +15,12 @@ from msgspec import Raw
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
-from engine.messages import RequestOutput
+from engine.messages import Pooling, RequestOutput
 from protocol.answers import AnswerContext, encode, raise_if_failed
 from protocol.body import at_most, fail_fast
 from protocol.openai.answers import Embedding, EmbeddingList, EmbeddingUsage
 from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessage
-from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
+from protocol.openai.completions import Inputs, Prompts, check_token_ids, prompt_list
 from protocol.openai.generation import GenerationRequest
 from protocol.openai.output import UsageMeter
 from protocol.request_fields import EngineRequest
@@ -42,6 +42,13 @@ class PrefillRequest(GenerationRequest):
     def may_generate_nothing(self) -> bool:
         return True
 
+    @property
+    def keeps_special_tokens(self) -> bool:
+        return True
+
+    def answer_room(self, max_model_len: int) -> int:
+        return 0
+
     def _logprobs(self) -> tuple[str, int | None]:
         return "logprobs", None
 
@@ -60,14 +67,15 @@ class EmbeddingRequest(EngineRequest):
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"embed_dtype": ("float32",)}
 
-    input: Prompt | None = None
+    input: Inputs | None = None
     messages: Annotated[list[ChatMessage], fail_fast, at_most(MAX_MESSAGES, "messages")] | None = None
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64", "int8", "binary"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
-    pooling: Literal["mean", "last"] | None = None  # None: the server's setting
+    pooling: Literal["mean", "last", "cls", "weighted_mean"] | None = None  # None: the server's setting
+    truncate: bool = False  # as `truncate_prompt_tokens` -1
     prompt_name: str | None = None  # one of the prompts in the model's files
     normalize: bool = True
     add_special_tokens: bool = True
@@ -124,11 +132,26 @@ class EmbeddingRequest(EngineRequest):
                 f"dimensions must be in [1, {available}] for this model, got {self.dimensions}.", param="dimensions"
             )
 
-    def to_prefill(self) -> PrefillRequest:
-        """Return the request to the engine."""
+    def kind(self, default: str, *, is_encoder: bool) -> Pooling:
+        """Return the pooling, by default that of server or model. Raises `InvalidRequest` for a kind that a decoder
+        does not have, and for `messages` to an encoder, which has no chat template."""
+        kind = Pooling(self.pooling or default)
+        if not is_encoder and kind not in (Pooling.MEAN, Pooling.LAST):
+            raise InvalidRequest(f"pooling must be mean or last for this model, got {kind.value!r}.", param="pooling")
+        if is_encoder and self.messages is not None:
+            raise InvalidRequest(
+                "messages need a chat template, which an encoder does not have. Send input.", param="messages"
+            )
+        return kind
+
+    def to_prefill(self, *, is_encoder: bool) -> PrefillRequest:
+        """Return the request to the engine. Of a text for an encoder, the end is cut off by default, as in
+        sentence-transformers."""
         names = PrefillRequest.model_fields.keys() & self.model_fields_set
         prefill = PrefillRequest if self.messages is None else ConversationPrefill
-        return prefill(**{name: getattr(self, name) for name in names})
+        given: dict[str, Any] = {"truncation_side": "right"} if is_encoder else {}
+        given |= {"truncate_prompt_tokens": -1} if self.truncate else {}
+        return prefill(**given | {name: getattr(self, name) for name in names})
 
 
 class EmbeddingBodyWriter:
@@ -157,8 +180,15 @@ class EmbeddingBodyWriter:
         return encode(body)
 
     def _shown(self, raw: bytes) -> Any:
-        vector = finished_vector(raw, self._request.dimensions, self._request.normalize)
-        if self._request.encoding_format == "float":
+        import numpy as np
+
+        form = self._request.encoding_format
+        vector: NDArray[Any] = finished_vector(raw, self._request.dimensions, self._request.normalize or form == "int8")
+        if form == "int8":
+            vector = np.rint(127 * vector).astype(np.int8)
+        elif form == "binary":  # eight signs in a byte, as sentence-transformers packs them
+            vector = (np.packbits(vector > 0).astype(np.int16) - 128).astype(np.int8)
+        if form != "base64":
             return Raw(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
         little_endian = vector if sys.byteorder == "little" else vector.byteswap()
         return base64.b64encode(little_endian.tobytes()).decode()

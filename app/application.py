@@ -32,27 +32,33 @@ from app.http.hypercorn import (
     patch_hypercorn,
 )
 from app.http.listening import Certificate, stop_listening
-from app.http.middleware import Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
+from app.http.middleware import UPLOAD_PATH, Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
 from app.observability.logs import configure_logging
-from app.routes import generation, ollama, operations, pages, responses
+from app.routes import batches, generation, ollama, operations, pages, responses
 from app.routes.generation import dialect_handlers
 from app.runtime import measure_lag
+from app.serving.batches import BatchRunner
 from app.serving.endpoint import Endpoint, refuse_with
+from app.serving.files import FileStore
 from app.serving.process import Shutdown, keep_informed, reload_on_hangup
 from app.serving.server import Server, ServerHandler
 from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
 from protocol.ollama.requests import EmbedRequest, GenerateRequest, OllamaChatRequest, PromptEmbedRequest
+from protocol.openai.batches import ENDPOINTS
 
 logger = logging.getLogger(__name__)
 
-# Paths that are not served, but would match a route with another method.
+# Paths that are not served, but would match a route with another method, or are served with a setting.
+_NO_FILES = "This server keeps no files and runs no batches: start it with the setting files_dir (--files-dir FOLDER)."
 NOT_OFFERED = {
     "/v1/responses/compact": "Responses are not compacted here: send a shorter conversation, or truncation: auto.",
     **dict.fromkeys(
         ("/api/create", "/api/copy", "/api/push", "/api/delete"),
         "Models are not created, copied, pushed or deleted over the API: change the files and the server's settings.",
     ),
+    "/v1/files": _NO_FILES,
+    "/v1/batches": _NO_FILES,
 }
 ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
@@ -78,9 +84,9 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
     shutdown = Shutdown(partial(server.drain, leave_port if shares_port else None))
 
     def route(
-        method: str, path: str, handler: ServerHandler, *, quiet: bool = False, access: Access = Access.CLIENT
+        method: str, path: str, handler: ServerHandler, *, access: Access = Access.CLIENT, **options: bool
     ) -> Route:
-        endpoint = Endpoint(server, path, partial(handler, server), quiet=quiet, access=access)
+        endpoint = Endpoint(server, path, partial(handler, server), access=access, **options)
         return Route(path, endpoint, methods=[method])
 
     open_route = partial(route, quiet=True, access=Access.OPEN)
@@ -107,6 +113,8 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
                 task_group.start_soon(shutdown.listen_for_signals)
                 task_group.start_soon(reload_on_hangup, server, certificate)
                 task_group.start_soon(keep_informed, server)
+                if runner is not None:
+                    task_group.start_soon(runner.run)
                 if shares_port:
                     await _loaded_or_ended(server, shutdown)
                 yield
@@ -168,6 +176,12 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         admin_route("GET", "/dashboard/frames", partial(pages.frames, Feed(server))),
         admin_route("POST", "/dashboard/simulation", partial(pages.simulation, Simulator()), quiet=True),
     ]
+    runner: BatchRunner | None = None
+    if settings.files_dir is not None:
+        store = FileStore(settings.files_dir, settings)
+        runner = BatchRunner(server, store, {each.path: each.endpoint for each in routes if each.path in ENDPOINTS})
+        routes.append(route("POST", UPLOAD_PATH, partial(batches.upload_file, store), reads_body=True))
+        routes += [route(*each) for each in batches.handlers(store, runner)]
     if server.tenants.administered:
         routes += [
             admin_route("GET", "/server_info", operations.server_info, quiet=True),

@@ -411,6 +411,10 @@ class Pooling(enum.StrEnum):
     CLASSIFY = "classify"  # the logits of the classification head
 
 
+BATCH_PRECEDENCE = 2**31
+"""The precedence of rows of batches: behind every priority of a request."""
+
+
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """One tokenized request for the core. A request with `sampling.n` > 1 becomes n of these."""
 

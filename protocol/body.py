@@ -343,7 +343,7 @@ def weight_above(body: bytes, limit: int) -> bool:
 
 def page_size(limit: str, most: int) -> int:
     """Return the number of entries on a page. Raises `ApiError` 400 if `limit` is no number from 1 to `most`."""
-    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= most:
+    if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
         raise ApiError(400, f"limit must be a whole number from 1 to {most}, got {shown(limit)}.", param="limit")
     return int(limit)
 

@@ -42,6 +42,7 @@ _ERRORS = {
     400: "The request cannot run as it is: the error names the field, what was given and what is allowed.",
     401: "A valid key is needed.",
     404: "There is no such model, object or path.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to come again.",
     500: "The request failed inside the server.",
@@ -136,7 +137,8 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     if operation.request:
         schemas = [schema_of[model] for model in operation.request]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+        kind = "multipart/form-data" if operation.is_form else _JSON
+        described["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
     return described
 
 

@@ -47,6 +47,7 @@ class Operation:
     also: Sequence[int] = ()
     streams: bool = False
     is_open: bool = False
+    is_form: bool = False  # the body is multipart/form-data
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

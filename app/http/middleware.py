@@ -21,7 +21,10 @@ Refuse = Callable[[ApiError], ASGIApp]
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 MAX_HEADERS = 128
-WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
+WITHOUT_VERSION = frozenset(
+    {"chat", "completions", "embeddings", "models", "responses", "messages", "files", "batches"}
+)
+UPLOAD_PATH = "/v1/files"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # which change nothing here
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^:/?#@\[\]\s]+))(?::[0-9]*)?")
 _OF_CONTAINERS = frozenset({"host.docker.internal", "host.containers.internal"})  # no public name ends in .internal
@@ -137,9 +140,11 @@ class BrowserCheck:
         may_be_foreign = scope["method"] in _SAFE_METHODS or scope.get(_ALLOWED_ORIGIN, False)
         if is_open and not may_be_foreign and self._is_foreign(headers, hosts):
             return _FOREIGN_ORIGIN
-        # Clients of Ollama send JSON without saying so. A page cannot hide that it is one: its POST has an Origin.
-        is_program = scope["path"].startswith("/api/") and not {b"origin", b"sec-fetch-site"} & {k for k, _ in headers}
-        return _NOT_JSON if is_local and not is_program and _has_other_body(headers) else None
+        # Clients of Ollama send JSON without saying so, and uploads are forms. A page cannot hide that it is one: its
+        # POST has an Origin.
+        is_program = not {b"origin", b"sec-fetch-site"} & {name for name, _ in headers}
+        takes_others = is_program and scope["path"].startswith(("/api/", UPLOAD_PATH))
+        return _NOT_JSON if is_local and not takes_others and _has_other_body(headers) else None
 
     def _is_own(self, host: bytes) -> bool:
         """Return True if the server goes by this name, a Host header or the part of an origin behind ``://``."""

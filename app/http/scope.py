@@ -16,11 +16,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs
 
 import anyio
 import anyio.lowlevel
+from anyio import to_thread
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
@@ -45,6 +47,9 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 MAX_PIECE = 2**15  # bytes of an answer that are passed to the server at once; the client has `send_timeout` for each
 MAX_QUERY_FIELDS = 64
+SLOWEST_UPLOAD = 2**15  # bytes per second of a body that the handler reads, on average, after `body_timeout`
+FILE_PIECE = 2**18  # bytes of a file that are read at once
+IN_BATCH = "headrace.batch"  # the key of the ASGI scope that marks a row of a batch
 BLOCKED_SECONDS = 0.01  # a call of send that takes longer has waited for the client
 MAX_BLOCKED = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -58,6 +63,7 @@ class RequestScope:
     handler has opened one; the log line, trace and timeline have its figures. `blocked_seconds` is the time for which
     sending has waited for the client to read, and `blocked` are the first of the longer waits, as begin and end.
     `warning` is sent in the answer's header. `follows_another` is True if the stream ends with another request's.
+    `is_batch` is True for a row of a batch. With `reads_body` the handler reads the body, in pieces.
     """
 
     # With so many attributes, instances do not share the keys of their dictionaries; slots save a dictionary for each.
@@ -68,7 +74,7 @@ class RequestScope:
         *("blocked_seconds", "error_status", "marks", "span", "transcript"),
         *("connection", "error_code", "error_param", "headers", "http_version", "method", "outputs", "path"),
         *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
-        *("path_params", "tenant_headers", "warning"),
+        *("is_batch", "path_params", "reads_body", "tenant_headers", "warning"),
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, bodies: Bodies) -> None:
@@ -80,6 +86,8 @@ class RequestScope:
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.headers = decode_headers(scope["headers"])
         self.tenant: Tenant = scope.get("headrace.tenant", ANONYMOUS)
+        self.is_batch: bool = scope.get(IN_BATCH, False)
+        self.reads_body = False
         self.request_id = self._choose_request_id()
         self.arrival_time = time.monotonic()
         self.received_time: float | None = None  # when the body was complete
@@ -168,6 +176,34 @@ class RequestScope:
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._start_response(status, content_type, extra, headers, more_follows=True)
             await self._send_pieces(body, more_body=False)
+
+    async def next_piece(self, num_read: int) -> bytes:
+        """Return the next piece of a body, of which `num_read` bytes are read; b"" after the last one. Raises ApiError
+        408 if it comes too slowly. Only for handlers of routes with `reads_body`."""
+        seconds = self.arrival_time + self._body_timeout + num_read / SLOWEST_UPLOAD - time.monotonic()
+        with anyio.move_on_after(seconds):
+            while self.received_time is None:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    self._leave()
+                    await anyio.sleep_forever()
+                if not message.get("more_body", False):
+                    self._end_body()
+                    self._watch_for_disconnect()
+                if piece := message.get("body", b""):
+                    return piece
+            return b""
+        raise ApiError(408, "The request body comes too slowly.", code="body_timeout")
+
+    async def send_file(self, path: Path, num_bytes: int) -> None:
+        """Send a file of this length, without holding it in memory."""
+        extra = [(b"content-length", str(num_bytes).encode())]
+        file = await to_thread.run_sync(path.open, "rb")
+        with file:
+            await self._start_response(200, "application/octet-stream", extra, None, more_follows=True)
+            while self.method != "HEAD" and (piece := await to_thread.run_sync(file.read, FILE_PIECE)):
+                await self._send_pieces(piece, more_body=True)
+        await self.end_stream(b"")
 
     async def start_stream(
         self,
@@ -310,11 +346,13 @@ class RequestScope:
 
     async def _run(self, handler: Handler, take: Callable[[int], None]) -> None:
         try:
-            self.body = await read_body(self._receive, self.headers, self._bodies.max_bytes, self._body_timeout, take)
-            self.received_time = time.monotonic()
-            self.marks.append((Phase.PARSE, self.received_time))
+            if not self.reads_body:
+                limits = self._bodies.max_bytes, self._body_timeout
+                self.body = await read_body(self._receive, self.headers, *limits, take)
+                self._end_body()
             async with anyio.create_task_group() as self._task_group:
-                self._watch_for_disconnect()
+                if not self.reads_body:
+                    self._watch_for_disconnect()
                 with self._handler:
                     try:
                         await handler(self)
@@ -329,6 +367,10 @@ class RequestScope:
             self.client_gone = True
         except ApiError as error:
             await self._answer_with(error)
+
+    def _end_body(self) -> None:
+        self.received_time = time.monotonic()
+        self.marks.append((Phase.PARSE, self.received_time))
 
     async def refuse(self, error: ApiError) -> None:
         """Answer without reading the body."""

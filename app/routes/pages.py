@@ -26,6 +26,7 @@ from app.http.scope import RequestScope
 from app.routes.operations import VERSION
 from app.serving.server import Server
 from protocol.errors import ApiError
+from protocol.openai.batches import BATCH_OPERATIONS
 from protocol.openapi import document
 from protocol.registry import ADMINISTRATION, OPERATIONS, TOKENIZER_INFO
 
@@ -121,8 +122,9 @@ async def openapi(server: Server, request: RequestScope) -> None:
     with suppress(ApiError):  # before the model is loaded, the recommendations of its authors are not known
         sampling |= server.model.default_sampling
     sampling.pop("max_tokens", None)  # some APIs have their own default
-    given = (server.settings.enable_tokenizer_info_endpoint, server.tenants.administered, *sampling.items())
-    await request.send_json(200, await to_thread.run_sync(_described, *given))
+    settings = server.settings
+    given = settings.enable_tokenizer_info_endpoint, server.tenants.administered, settings.files_dir is not None
+    await request.send_json(200, await to_thread.run_sync(_described, *given, *sampling.items()))
 
 
 async def docs(server: Server, request: RequestScope) -> None:
@@ -141,8 +143,11 @@ def _described(*given: Any) -> bytes:
 
 
 @cache
-def _description(tokenizer_info: bool, administered: bool, *sampling: tuple[str, float | None]) -> bytes:
+def _description(
+    tokenizer_info: bool, administered: bool, keeps_files: bool, *sampling: tuple[str, float | None]
+) -> bytes:
     extra = (TOKENIZER_INFO if tokenizer_info else ()) + (ADMINISTRATION if administered else ())
+    extra += BATCH_OPERATIONS if keeps_files else ()
     return orjson.dumps(document(VERSION, OPERATIONS + extra, dict(sampling)))
 
 

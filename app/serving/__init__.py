@@ -8,6 +8,8 @@ server          The state of a running server: phase, model, engine, requests, d
 endpoint        Handlers as ASGI applications: a request scope, accounting, background requests.
 generation      A parsed body to a generated answer, for every dialect.
 step_cost_file  The file of step costs in the cache folder.
+files           Clients' files and batches on disk, in bounded space for each tenant.
+batches         The rows of batches, answered one by one when nothing else runs.
 response_store  Kept responses and their event logs, in bounded memory for each tenant.
 process         The process of `headrace serve`: workers, Hypercorn, SIGHUP, shutdown.
 engine_main     The main module of an engine's process.

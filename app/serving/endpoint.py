@@ -30,12 +30,20 @@ class Endpoint:
     """An ASGI application that runs `handler` for one route. `route` is the path's template, for metrics and traces.
 
     Quiet endpoints (probes, metrics) are counted but not logged, and a drain does not wait for them. `access` is the
-    key that `app.http.middleware.Authentication` requires.
+    key that `app.http.middleware.Authentication` requires. With `reads_body` the handler reads the body itself.
     """
 
     def __init__(
-        self, server: Server, route: str, handler: Handler, *, quiet: bool = False, access: Access = Access.CLIENT
+        self,
+        server: Server,
+        route: str,
+        handler: Handler,
+        *,
+        quiet: bool = False,
+        access: Access = Access.CLIENT,
+        reads_body: bool = False,
     ) -> None:
+        self._reads_body = reads_body
         self.access = access
         self._server = server
         self._route = route
@@ -45,6 +53,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server = self._server
         request = RequestScope(scope, receive, send, server.settings, server.bodies)
+        request.reads_body = self._reads_body
         current_tenant.set(request.tenant.name)
         request.tenant_headers = partial(server.admission.rates.headers, request.tenant)
         try:

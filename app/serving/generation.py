@@ -25,7 +25,7 @@ from app.runtime import INLINE_ANSWER, weight_of, weight_so_far
 from app.serving.server import ServedModel, Server
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
-from engine.messages import EngineCoreRequest, Pooling, RequestOutput, SamplingParams
+from engine.messages import BATCH_PRECEDENCE, EngineCoreRequest, Pooling, RequestOutput, SamplingParams
 from protocol.answers import AnswerContext, BodyWriter, Head, StreamWriter
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
@@ -50,6 +50,7 @@ WRITING_TURN = 0.005
 
 # The field that forbids writing the prompt to a disk. Inside a JSON string its quotes would be escaped.
 _IN_MEMORY = re.compile(rb'"prompt_cache_retention"\s*:\s*"in[-_]memory"')
+BATCH_SUFFIX = "\0batch"  # of a tenant's name; no tenant's own name has a null character
 COUNTED_CONTEXTS = 4  # the longest conversation that is tokenized for counting, in contexts
 
 Deadlines = tuple[float | None, float | None]  # of the whole answer and of its first token, in `time.monotonic()`
@@ -172,6 +173,8 @@ async def _generate(server: Server, request: RequestScope, task: GenerationTask)
 def _queue(
     server: Server, request: RequestScope, task: GenerationTask, sampling: SamplingParams, deadlines: Deadlines
 ) -> AbstractContextManager[QueueTicket]:
+    if request.is_batch:
+        return server.admission.unqueued(request.tenant)
     times = [each for each in deadlines if each is not None]
     choices = task.body.n * len(task.prompts)
     if task.pooling is not None:  # thousands of inputs are one request to the queue, which they pass in turn
@@ -196,6 +199,10 @@ def _core_requests(
 ) -> list[EngineCoreRequest]:
     """Check the prompts against the model and return a request to the engine for each. Raises InvalidRequest."""
     model, tenant, body = server.model, request.tenant, task.body
+    # The engine counts rows of batches apart, so that they take nothing of the tenant's share or running slots.
+    counted_as, precedence = tenant.name, tenant.precedence(priority)
+    if request.is_batch:
+        counted_as, precedence = tenant.name + BATCH_SUFFIX, BATCH_PRECEDENCE
     info = model.engine_info
     body.check_logprobs(list(map(len, prompts)), vocab_size=info.vocab_size, max_model_len=info.max_model_len)
     is_private = _IN_MEMORY.search(request.body) is not None  # once for all prompts: the body may be long
@@ -208,10 +215,10 @@ def _core_requests(
             sampling=sampling,
             arrival_time=request.arrival_time,
             priority=priority,
-            precedence=tenant.precedence(priority),
+            precedence=precedence,
             deadline=deadlines[0],
             first_token_deadline=deadlines[1],
-            tenant=tenant.name,
+            tenant=counted_as,
             tenant_weight=tenant.weight,
             tenant_max_running=tenant.max_running or 0,
             cache_salt=body.cache_salt or "",
@@ -350,8 +357,9 @@ def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -
     """
     settings, header = server.settings, _header_timeout(request)
     asked = [seconds for seconds in (body.timeout, header) if seconds is not None]
-    timeout = min(asked, default=settings.default_timeout)
-    ttft_timeout = settings.default_ttft_timeout if body.ttft_timeout is None else body.ttft_timeout
+    usual = (None, None) if request.is_batch else (settings.default_timeout, settings.default_ttft_timeout)
+    timeout = min(asked, default=usual[0])
+    ttft_timeout = usual[1] if body.ttft_timeout is None else body.ttft_timeout
     start, longest = request.arrival_time, settings.max_timeout
     end, first_token = (None if each is None else start + min(each, longest) for each in (timeout, ttft_timeout))
     return end, first_token

@@ -11,5 +11,6 @@ output       Answers of chat and completions: chunks, messages and usage.
 chat         POST /v1/chat/completions.
 completions  POST /v1/completions.
 embeddings   POST /v1/embeddings.
+batches      Files and batches, and the lines of their files.
 dialect      The dialect's record.
 """

@@ -31,6 +31,7 @@ from app.application import create_app
 from app.config.settings import Settings
 from app.routes import pages
 from protocol.body import ClientModel
+from protocol.openai.batches import BATCH_OPERATIONS
 from protocol.openapi import document
 from protocol.operations import Operation
 from protocol.registry import ADMINISTRATION, OF_PAGES, OPERATIONS, TOKENIZER_INFO
@@ -208,10 +209,14 @@ def test_after_all_of_this_the_server_is_well(described: Server) -> None:
         (Settings(), OPERATIONS),
         (Settings(admin_keys=("key",)), OPERATIONS + ADMINISTRATION),
         (Settings(enable_tokenizer_info_endpoint=True), OPERATIONS + TOKENIZER_INFO),
+        (Settings(files_dir=Path("files")), OPERATIONS + BATCH_OPERATIONS),
     ],
-    ids=["open", "governed", "tokenizer"],
+    ids=["open", "governed", "tokenizer", "batches"],
 )
-def test_every_route_is_described_and_nothing_else(with_settings: Settings, operations: Sequence[Operation]) -> None:
+def test_every_route_is_described_and_nothing_else(
+    with_settings: Settings, operations: Sequence[Operation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     served: Any = create_app(with_settings).routes  # each with a path and methods
     routes = {
         (method.lower(), re.sub(r":\w+}", "}", route.path))
@@ -233,7 +238,7 @@ def test_requests_at_once_make_the_description_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages, "document", make)
     pages._description.cache_clear()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: pages._described(False, False), range(8)))
+        list(pool.map(lambda _: pages._described(False, False, False), range(8)))
     pages._description.cache_clear()
     assert len(made) == 1
 

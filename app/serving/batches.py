@@ -1,0 +1,367 @@
+"""Batches: every line of a file is answered as a request of its own, when no other request needs the engine.
+
+1. A row goes through the handler of its route, in a request scope with its own log line, so its answer has the bytes of
+   the route's. It takes no queue slot, and the engine runs it at the lowest precedence.
+2. Answers are appended to a file as they come. After a restart, rows with a whole line in it are not run again.
+3. A row that the server cannot take now (429 or 503) is tried again later. A row that is in flight when the server ends
+   is left for the next start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+from starlette.types import ASGIApp, Message
+
+from app.admission.tenants import Tenant
+from app.http.scope import IN_BATCH
+from app.serving.files import FileStore, append_to
+from app.serving.server import Server, ServerPhase
+from protocol.openai.batches import (
+    MAX_ERRORS,
+    MAX_ROWS,
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchUsage,
+    RequestCounts,
+    Row,
+    check_row,
+    count,
+    read_row,
+    read_written_row,
+    unanswered_row,
+    written_row,
+)
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0  # until a batch is noticed that another server of the folder was asked for
+SAVE_SECONDS = 1.0  # between two saves of a running batch's counts
+SWEEP_SECONDS = 600.0
+BATCHES_AT_ONCE = 4  # of a tenant
+LEAST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds until a refused row is tried again
+
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers and body. A status of 0: no answer, because the server ends."""
+
+
+class BatchRows:
+    """The rows of an input file, and the files of their answers and errors, which may be one. The functions block, and
+    are called one at a time."""
+
+    def __init__(self, source: Path, output: Path, errors: Path, max_line: int) -> None:
+        self.counts, self.usage = RequestCounts(), BatchUsage()
+        self.model: str | None = None
+        self.num_bytes = 0  # written
+        self._max_line = max_line
+        self._source = source
+        self._paths = output, errors
+        self._files: dict[Path, BinaryIO] = {}
+        self._done: set[str] = set()
+        self._rows = self._unanswered()
+
+    def check(self, endpoint: str | None) -> list[BatchError]:
+        """Return what is wrong with the input file, at most `MAX_ERRORS`. Counts the rows."""
+        seen: set[str] = set()
+        errors: list[BatchError] = []
+        for number, line in self._lines():
+            self.counts.total += 1
+            if self.counts.total > MAX_ROWS:
+                return [BatchError("too_many_rows", f"The file has more than {MAX_ROWS} lines. Split it.")]
+            if len(line) > self._max_line:
+                words = f"The line is longer than {self._max_line} bytes (max_body_bytes)."
+                error: BatchError | None = BatchError("line_too_long", words, number)
+            else:
+                error = check_row(line, number, endpoint, seen)
+            if error is not None:
+                errors.append(error)
+                if len(errors) == MAX_ERRORS:
+                    break
+            if not number % 64:
+                time.sleep(1e-4)  # the event loop gets the interpreter's lock
+        if not self.counts.total:
+            return [BatchError("empty_file", "The file has no lines.")]
+        return errors
+
+    def open(self) -> None:
+        """Count the lines that are written already, and remove a line that is not whole."""
+        for path in dict.fromkeys(self._paths):
+            file = self._files[path] = append_to(path)
+            end = 0
+            with path.open("rb") as written:
+                for line in written:
+                    if line.endswith(b"\n"):
+                        self._count(line)
+                        end += len(line)
+            file.truncate(end)
+
+    def next(self) -> Row | None:
+        """Return the next row without an answer; None if there is none left."""
+        return next(self._rows, None)
+
+    def write(self, row: Row, answer: Answer) -> None:
+        """Append the answer of a row."""
+        status, headers, body = answer
+        line = written_row(_new_id(), row, status, headers.get("x-request-id", ""), body)
+        self._append(self._paths[status >= 400], line)
+
+    def write_rest(self, code: str, message: str) -> None:
+        """Append an error for every row that is left."""
+        for row in self._unanswered():
+            self._append(self._paths[1], unanswered_row(_new_id(), row, code, message))
+
+    def close(self) -> None:
+        """Put everything on the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+    def _append(self, path: Path, line: bytes) -> None:
+        self._files[path].write(line)
+        self._files[path].flush()
+        self._count(line)
+
+    def _count(self, line: bytes) -> None:
+        written = read_written_row(line)
+        self._done.add(written.custom_id)
+        self.num_bytes += len(line)
+        if written.body:
+            self.counts.completed += 1
+            self.model = self.model or written.body.get("model")
+        else:
+            self.counts.failed += 1
+        count(self.usage, written.body)
+
+    def _unanswered(self) -> Iterator[Row]:
+        for _, line in self._lines():
+            row = read_row(line)
+            if row.custom_id not in self._done:
+                yield row
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines that are not blank, with their numbers; of a line that is too long, its beginning."""
+        number = 0
+        with self._source.open("rb") as file:
+            while line := file.readline(self._max_line + 1):
+                number += 1
+                begun = line
+                while len(line) > self._max_line and not line.endswith(b"\n"):
+                    line = file.readline(self._max_line + 1)
+                if begun.strip():
+                    yield number, begun
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
+    """Return the answer of a route to a row."""
+    head: dict[str, Any] = {"status": 0, "headers": []}
+    pieces: list[bytes] = []
+    unread: list[Message] = [{"type": "http.request", "body": bytes(row.body)}]
+
+    async def receive() -> Message:
+        if not unread:
+            await anyio.sleep_forever()
+        return unread.pop()
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            head.update(message)
+        else:
+            pieces.append(message.get("body", b""))
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": row.url, "query_string": b""}
+    await endpoint({**scope, "headers": [], "headrace.tenant": tenant, IN_BATCH: True}, receive, send)
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head["headers"]}
+    return head["status"], headers, b"".join(pieces)
+
+
+async def answer_rows(
+    rows: BatchRows,
+    answer: Callable[[Row], Any],
+    limiter: CapacityLimiter,
+    saved: Callable[[], Any] = lambda: None,
+) -> bool:
+    """Answer all rows that are left, several at once. Return False after an answer with the status 0, which ends it
+    early. `saved` is called about once a second while answers come."""
+    turn = anyio.Lock()
+    is_ending = False
+    last = time.monotonic()
+
+    async def work() -> None:
+        nonlocal is_ending, last
+        while not is_ending:
+            async with turn:
+                row = await to_thread.run_sync(rows.next)
+            if row is None:
+                return
+            answered = await _answer_in_the_end(row, answer, limiter)
+            if not answered[0]:
+                is_ending = True
+                return
+            with anyio.CancelScope(shield=True):
+                async with turn:
+                    await to_thread.run_sync(rows.write, row, answered)
+            if time.monotonic() - last > SAVE_SECONDS:
+                last = time.monotonic()
+                await saved()
+
+    async with anyio.create_task_group() as task_group:
+        for _ in range(int(limiter.total_tokens)):
+            task_group.start_soon(work)
+    return not is_ending
+
+
+async def _answer_in_the_end(row: Row, answer: Callable[[Row], Any], limiter: CapacityLimiter) -> Answer:
+    """Return the answer to a row, however often the server cannot take it."""
+    wait = LEAST_WAIT
+    while True:
+        async with limiter:
+            status, headers, body = await answer(row)
+        if status not in (429, 503) or headers.get("x-should-retry") == "false":
+            return status, headers, body
+        asked = headers.get("retry-after", "")
+        await anyio.sleep(max(wait * random.uniform(0.5, 1.0), float(asked) if asked.isdigit() else 0.0))
+        wait = min(2 * wait, LONGEST_WAIT)
+
+
+class BatchRunner:
+    """Runs the batches of a folder, if no other server does. `endpoints` are the applications of the routes."""
+
+    def __init__(self, server: Server, store: FileStore, endpoints: Mapping[str, ASGIApp]) -> None:
+        self.changed = anyio.Event()  # set when there is a new batch, or one is cancelled
+        self._server = server
+        self._store = store
+        self._endpoints = endpoints
+        self._limiter = CapacityLimiter(server.settings.max_batch_rows)
+        self._running: dict[str, anyio.CancelScope] = {}
+        self._cancelled: set[str] = set()
+
+    async def run(self) -> None:
+        """Run the batches of all tenants until cancelled."""
+        await self._server.loaded.wait()
+        while not await to_thread.run_sync(self._store.becomes_owner):  # noqa: ASYNC110 - a lock has no event
+            await anyio.sleep(POLL_SECONDS)
+        swept = -SWEEP_SECONDS
+        async with anyio.create_task_group() as task_group:
+            while True:
+                if time.monotonic() - swept > SWEEP_SECONDS:
+                    swept = time.monotonic()
+                    await to_thread.run_sync(self._store.sweep)
+                self.changed = anyio.Event()
+                self._start(await to_thread.run_sync(self._store.active), task_group)
+                with anyio.move_on_after(POLL_SECONDS):
+                    await self.changed.wait()
+
+    def _start(self, active: list[tuple[str, Batch, bool]], task_group: anyio.abc.TaskGroup) -> None:
+        tenants = {tenant.name: tenant for tenant in self._server.tenants.all}
+        at_once = Counter(tenant for tenant, batch, _ in active if batch.id in self._running)
+        for name, batch, is_cancelled in active:
+            if is_cancelled and batch.id not in self._cancelled:
+                self._cancelled.add(batch.id)
+                if (scope := self._running.get(batch.id)) is not None:
+                    scope.cancel()
+            is_over = is_cancelled or batch.expires_at <= time.time()
+            if batch.id in self._running or not (name in tenants or is_over):  # the tenant's key may come back
+                continue
+            if at_once[name] < BATCHES_AT_ONCE or is_over:
+                at_once[name] += 1
+                self._running[batch.id] = anyio.CancelScope()
+                task_group.start_soon(self._run, name, tenants.get(name), batch)
+
+    async def _run(self, name: str, tenant: Tenant | None, batch: Batch) -> None:
+        try:
+            await self._answer_batch(name, tenant, batch)
+        except Exception:  # such as a full disk
+            logger.exception("Batch %s failed; it is tried again", batch.id)
+            await anyio.sleep(LONGEST_WAIT)
+        finally:
+            del self._running[batch.id]
+            self.changed.set()
+
+    async def _answer_batch(self, name: str, tenant: Tenant | None, batch: Batch) -> None:
+        store, run = self._store, to_thread.run_sync
+        hexadecimal = batch.id.removeprefix("batch_")
+        outputs = [f"file-{hexadecimal}-output", f"file-{hexadecimal}-errors"]
+        source = store.path(batch.input_file_id)
+        output, errors_path = map(store.path, outputs)
+        rows = BatchRows(source, output, errors_path, self._server.bodies.max_bytes)
+        errors = await run(rows.check, batch.endpoint)
+        batch.request_counts = rows.counts
+        if errors:
+            batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)
+            await run(store.save, batch)
+            return
+        await run(rows.open)
+        room = await run(store.room, name)
+
+        is_full = False
+
+        async def save() -> None:
+            nonlocal is_full
+            batch.model, batch.usage = rows.model, rows.usage
+            await run(store.save, batch)
+            if not is_full and rows.num_bytes > room:
+                is_full = True
+                self._running[batch.id].cancel()
+
+        async def answer(row: Row) -> Answer:
+            assert tenant is not None
+            answered = await answer_row(self._endpoints[batch.endpoint], tenant, row)
+            is_ending = self._server.phase in (ServerPhase.STOPPING, ServerPhase.FAILED)
+            return (0, {}, b"") if is_ending and answered[0] in (0, 503) else answered
+
+        batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
+        await save()
+        is_done = False
+        with self._running[batch.id], anyio.move_on_after(max(0.0, batch.expires_at - time.time())):
+            if tenant is not None and batch.id not in self._cancelled:
+                is_done = await answer_rows(rows, answer, self._limiter, save)
+        status: Literal["cancelled", "completed", "expired"]
+        if batch.id in self._cancelled:
+            status = "cancelled"
+        elif is_done or is_full:
+            status = "completed"
+        elif batch.expires_at <= time.time():
+            status = "expired"
+        else:  # the server ends
+            await run(rows.close)
+            return
+        batch.status, batch.finalizing_at = "finalizing", int(time.time())
+        await save()
+        if status == "expired":
+            await run(rows.write_rest, "batch_expired", "The batch's time was over before this row was answered.")
+        elif is_full:
+            await run(rows.write_rest, "storage_full", "Your files have no room for more (files_bytes_per_tenant).")
+        await run(rows.close)
+        batch.output_file_id, batch.error_file_id = await run(self._keep, name, batch, outputs)
+        batch.status = status
+        setattr(batch, f"{status}_at", int(time.time()))
+        await save()
+
+    def _keep(self, name: str, batch: Batch, file_ids: list[str]) -> list[str | None]:
+        """Make files of what was written, and return their ids; None for one without lines."""
+        kept: list[str | None] = []
+        for file_id, what in zip(file_ids, ("output", "error"), strict=True):
+            if self._store.path(file_id).stat().st_size:
+                seconds = batch.output_expires_after
+                self._store.add_file(name, file_id, f"{batch.id}_{what}.jsonl", "batch_output", seconds)
+                kept.append(file_id)
+            else:
+                self._store.path(file_id).unlink()
+                kept.append(None)
+        return kept

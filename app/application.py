@@ -36,6 +36,7 @@ from app.http.middleware import UPLOAD_PATH, Access, Authentication, BrowserChec
 from app.observability.logs import configure_logging
 from app.routes import batches, generation, ollama, operations, pages, responses
 from app.routes.generation import dialect_handlers
+from app.routes.scoring import scoring_handlers
 from app.runtime import measure_lag
 from app.serving.batches import BatchRunner
 from app.serving.endpoint import Endpoint, refuse_with
@@ -131,6 +132,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
     routes = [
         *(route("POST", path, handler) for path, handler in dialect_handlers()),
         route("POST", "/v1/embeddings", generation.embeddings),
+        *(route("POST", path, handler) for path, handler in scoring_handlers()),
         route("POST", "/tokenize", generation.tokenize),
         route("POST", "/detokenize", generation.detokenize),
         route("POST", "/v1/tokenize", generation.tokenize),

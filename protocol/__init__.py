@@ -18,6 +18,7 @@ translation     Dialects that are translated into chat requests.
 responses       OpenAI's Responses.
 anthropic       Anthropic's Messages.
 ollama          Ollama's chat, generate and embed.
+scoring         Reranking, scores, classes and pooled vectors.
 registry        Every dialect and route, tokenization and administration included.
 openapi         The description of the API, made from the models.
 """

@@ -107,6 +107,7 @@ def _client_path(error: ErrorDetails) -> str:
     return ".".join(part for part in parts if not part.startswith(TAG_PREFIX))
 
 
+_SECRET = [(), *((name,) for name in ("messages", "prompt", "cache_salt", "query", "documents", "text_1", "text_2"))]
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -135,7 +136,7 @@ def _sentence(error: ErrorDetails, path: str) -> str:
     expected = error["msg"] if kind == "shape" else _EXPECTED.get(kind)  # ours, for several JSON types
     if expected is None:
         return f"{path} is not valid: {error['msg']}."
-    secret = error["loc"][:1] in ((), ("messages",), ("prompt",), ("cache_salt",)) and kind != "literal_error"
+    secret = error["loc"][:1] in _SECRET and kind != "literal_error"
     expected = expected if kind == "shape" else expected.format(**error.get("ctx", {}))
     return f"{path} must be {expected}, got {shown(given, secret)}."
 

@@ -92,13 +92,13 @@ class Dialect:
     The app makes the handlers of `generation`, and of `counting`: paths that answer a body of a model with the number
     of its prompt's tokens. The handlers of `others` are in `app.routes`. `error_body` writes an error, given the
     request's id, in the shape of `error_answer`; `request_id_header` is the dialect's header of that id, in addition to
-    ``x-request-id``. `retired` roots have no routes, but their errors are the dialect's. At and below `shared_roots`,
-    which OpenAI's clients use too, a request with the header `client_header` is the dialect's. `stream_type` is the
-    content type of its streams; `keep_alive` is a part of one without effect.
+    ``x-request-id``. `more_roots` are further roots; one without routes still has the dialect's errors. At and below
+    `shared_roots`, which OpenAI's clients use too, a request with the header `client_header` is the dialect's.
+    `stream_type` is the content type of its streams; `keep_alive` is a part of one without effect.
     """
 
     root: str
-    retired: Sequence[str] = ()
+    more_roots: Sequence[str] = ()
     generation: Sequence[GenerationRoute[Any]] = ()
     counting: Mapping[str, type[RequestFields]] = field(default_factory=dict)
     others: Sequence[Operation] = ()

@@ -18,6 +18,7 @@ from protocol.openai.dialect import OPENAI
 from protocol.operations import Dialect, Method, Operation, asks, finds
 from protocol.request_fields import TruncatedPrompt
 from protocol.responses.dialect import RESPONSES
+from protocol.scoring.dialect import SCORING
 
 MAX_TOKENS = 2**20  # tokens of one request
 
@@ -53,9 +54,9 @@ def parse_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     return validate(TokenizeChatRequest, content) if is_chat else validate(TokenizeTextRequest, content)
 
 
-DIALECTS = (OPENAI, RESPONSES, ANTHROPIC, OLLAMA)
+DIALECTS = (OPENAI, RESPONSES, ANTHROPIC, OLLAMA, SCORING)
 
-_ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.retired)]
+_ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.more_roots)]
 _BELOW = [(root + "/", dialect) for root, dialect in sorted(_ROOTS, key=lambda each: len(each[0]), reverse=True)]
 _SHARED = [(root + "/", dialect) for dialect in DIALECTS for root in dialect.shared_roots]
 

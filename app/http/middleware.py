@@ -22,7 +22,10 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 MAX_HEADERS = 128
 WITHOUT_VERSION = frozenset(
-    {"chat", "completions", "embeddings", "models", "responses", "messages", "files", "batches"}
+    {
+        *("chat", "completions", "embeddings", "models", "responses", "messages", "files", "batches"),
+        *("rerank", "score", "classify", "pooling"),
+    }
 )
 UPLOAD_PATH = "/v1/files"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # which change nothing here

@@ -22,6 +22,7 @@ from app.serving.generation import (
     warn_of_left_out,
 )
 from app.serving.server import Server, ServerHandler
+from engine.messages import Pooling
 from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, Tokens, encode
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
@@ -161,6 +162,7 @@ async def embed(
         await warn_of_left_out(server, request, conversation, fields=body.without_effect)
     body.check_dimensions(model.embedding_size)
     prefill = await server.workload.read(request, partial(body.to_prefill, is_encoder=is_encoder))
+    prefill.vector_size = model.embedding_size if pooling is Pooling.TOKENS else 0
     head = new_head(server, request, "embd-", body.model, body.request_id)
     task = GenerationTask(
         head=head,

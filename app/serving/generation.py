@@ -30,8 +30,10 @@ from protocol.answers import AnswerContext, BodyWriter, Head, StreamWriter
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.embeddings import PrefillRequest
 from protocol.openai.generation import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY, TruncatedPrompt
+from protocol.scoring.requests import PairPrompts
 from protocol.syntax.reasoning import PROMPT_TAIL
 from protocol.tools.unsupported import IgnoredParts
 
@@ -177,8 +179,11 @@ def _queue(
         return server.admission.unqueued(request.tenant)
     times = [each for each in deadlines if each is not None]
     choices = task.body.n * len(task.prompts)
-    if task.pooling is not None:  # thousands of inputs are one request to the queue, which they pass in turn
-        choices = min(choices, max(1, server.settings.max_queued_requests // 8))
+    if isinstance(
+        task.body, PrefillRequest
+    ):  # the queue takes thousands of inputs as one request, which they pass in turn
+        places = min(server.settings.max_queued_requests, request.tenant.max_queued_requests or math.inf)
+        choices = min(choices, max(1, int(places // 8)))
     return server.admission.queue(
         request.tenant,
         choices=choices,
@@ -204,7 +209,8 @@ def _core_requests(
     if request.is_batch:
         counted_as, precedence = tenant.name + BATCH_SUFFIX, BATCH_PRECEDENCE
     info = model.engine_info
-    body.check_logprobs(list(map(len, prompts)), vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+    body.check_outputs(list(map(len, prompts)), vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+    segments = task.prompts.second_segments if isinstance(task.prompts, PairPrompts) else []
     is_private = _IN_MEMORY.search(request.body) is not None  # once for all prompts: the body may be long
     if server.settings.trace_messages and not is_private and request.span is not None:
         request.transcript = _transcript(body, prompts, model.prompts.decode)
@@ -223,6 +229,7 @@ def _core_requests(
             tenant_max_running=tenant.max_running or 0,
             cache_salt=body.cache_salt or "",
             pooling=task.pooling,
+            second_segment=segments[number] if segments else 0,
             keeps_prefix=task.keeps_prefix,
             is_private=is_private,
         )

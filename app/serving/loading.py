@@ -42,6 +42,7 @@ from gpu.checkpoint import (
     open_model,
 )
 from gpu.host import cuda_devices, usable_cores
+from protocol.scoring.answers import LabelSet
 from protocol.syntax.registry import end_tokens
 
 if TYPE_CHECKING:
@@ -116,6 +117,13 @@ def chat_parameters(settings: Settings) -> dict[str, float]:
     """Return the fields that interactive chat clients add to their requests, for `/v1/models`."""
     is_embedded = settings.model == EMBEDDED_MODEL and settings.sampling_defaults == "model"
     return dict(EMBEDDED_CHAT) if is_embedded else {}
+
+
+def label_set(files: ModelFiles) -> LabelSet | None:
+    """Return the labels of a classifier or reranker; None for another model. Raises `ModelError`."""
+    if (scorer := files.scorer) is None:
+        return None
+    return LabelSet(scorer.labels, scorer.activation, scorer.token_ids(files.tokenizer), scorer.instruction)
 
 
 def fingerprint(files: ModelFiles, compute_form: str) -> str:

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import orjson
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from app.config.settings import Settings
 from engine.errors import InvalidRequest, PromptTooLong
@@ -26,14 +26,15 @@ from protocol.jinja_sandbox import CompiledTemplate
 from protocol.openai.chat import ChatCompletionRequest, ChatMessage
 from protocol.openai.generation import GenerationRequest
 from protocol.responses.request import fit
+from protocol.scoring.requests import QWEN3_END, QWEN3_START, Pair, PairPrompts, qwen3_head
 from protocol.syntax.history import content_text
 from protocol.syntax.model_syntax import ModelSyntax
 from protocol.syntax.reasoning import ReasoningParser, ToolParser
 
 T = TypeVar("T")
 Dicts = list[dict[str, Any]]
-Prompts = Sequence[str | list[int] | ChatCompletionRequest]
-"""Texts and token ids, or one conversation."""
+Prompts = Sequence[str | list[int] | ChatCompletionRequest] | PairPrompts
+"""Texts and token ids, one conversation, or pairs of texts."""
 
 # Rendering and tokenizing 8,192 characters takes 1 to 3 ms, about as long as a hop to another thread and back under
 # load. Longer work would delay other streams.
@@ -115,6 +116,8 @@ class PromptEncoder:
                     if (prompt := await self._encode_end(chat, max_model_len - room)) is not None:
                         return [prompt]
                 token_ids = [await self.encode_chat(chat, max_model_len)]
+            case PairPrompts():
+                return await self._encode_pairs(prompts, max_model_len)
             case _:
                 texts = cast("Sequence[str | list[int]]", prompts)
                 around = (0, 0)
@@ -133,6 +136,62 @@ class PromptEncoder:
                 pairs = zip(token_ids, kept, strict=True)
                 return [body.truncated(each, max_model_len, *ends) for each, ends in pairs]
         return [body.truncated(each, max_model_len) for each in token_ids]
+
+    async def _encode_pairs(self, prompts: PairPrompts, max_model_len: int) -> list[list[int]]:
+        """Tokenize pairs in the form that the model was trained on. Text never becomes special tokens."""
+        body, is_decoder = prompts.body, prompts.is_decoder
+        limit = max_model_len - is_decoder  # a decoder generates a token
+        longest = body.longest(limit)
+        pairs = prompts.pairs
+        if longest is None:
+            for pair in pairs:
+                num_characters = len(pair.query) + len(pair.document) * (body.max_tokens_per_doc is None)
+                self._check_length(self._fewest_tokens(num_characters), max_model_len, pair.param)
+        most = limit * self._longest_token  # longer texts have more tokens than the context
+        pairs = [pair._replace(query=pair.query[:most], document=pair.document[:most]) for pair in pairs]
+        encode = self._instructed if is_decoder else self._paired
+
+        def encode_all() -> list[list[int]]:
+            return [encode(prompts, pair, limit, longest) for pair in pairs]
+
+        return await self._run(encode_all, sum(len(each.query) + len(each.document) for each in pairs))
+
+    def _instructed(self, prompts: PairPrompts, pair: Pair, limit: int, longest: int | None) -> list[int]:
+        body = prompts.body
+        head = qwen3_head(pair.query, prompts.instruction)
+        start, end = (tokenize(self._tokenizer, text, param=pair.param) for text in (QWEN3_START, QWEN3_END))
+        token_ids = tokenize(self._plain_tokenizer, f"{head} {pair.document}", param=pair.param)
+        if body.max_tokens_per_doc is not None:
+            num_head = len(tokenize(self._plain_tokenizer, head, param=pair.param))
+            token_ids = token_ids[: num_head + body.max_tokens_per_doc]
+        allowed = limit if longest is None else longest
+        room = allowed - len(start) - len(end)
+        if longest is None and len(token_ids) > room:
+            raise PromptTooLong(limit - room + len(token_ids), limit, param=pair.param, needs_answer=False)
+        if room < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at least {allowed - room + 1} for this model, got {allowed}.",
+                param="truncate_prompt_tokens",
+            )
+        return [*start, *token_ids[:room], *end]
+
+    def _paired(self, prompts: PairPrompts, pair: Pair, limit: int, longest: int | None) -> list[int]:
+        query, document = (_encoding(self._plain_tokenizer, text, param=pair.param) for text in pair[:2])
+        if prompts.body.max_tokens_per_doc is not None:
+            document.truncate(prompts.body.max_tokens_per_doc)
+        num_special = self._tokenizer.num_special_tokens_to_add(True)
+        total = len(query) + len(document) + num_special
+        if longest is None and total > limit:
+            raise PromptTooLong(total, limit, param=pair.param, needs_answer=False)
+        if longest is not None and total > longest:  # the longer one first, as transformers does
+            room = max(longest - num_special, 0)
+            short, long = sorted((query, document), key=len)
+            short.truncate(min(len(short), room // 2))
+            long.truncate(room - len(short))
+        merged = self._plain_tokenizer.post_process(query, document)
+        types = merged.type_ids
+        prompts.second_segments.append(types.index(1) if 1 in types else 0)
+        return merged.ids
 
     async def _encode_end(self, chat: ChatCompletionRequest, limit: int) -> list[int] | None:
         """Tokenize as many of the last turns as have at most `limit` tokens. Return None if the last turn has more."""
@@ -277,7 +336,12 @@ class PromptEncoder:
 
 
 def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:
-    """Return the token ids of a text. Raises `InvalidRequest` if the tokenizer fails.
+    """Return the token ids of a text. Raises `InvalidRequest` if the tokenizer fails."""
+    return _encoding(tokenizer, text, param=param, add_special_tokens=add_special_tokens).ids
+
+
+def _encoding(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> Encoding:
+    """Tokenize a text, without the offsets. Raises `InvalidRequest` if the tokenizer fails.
 
     This encodes a batch of one, because `encode` holds the interpreter lock until its end, which stops the event loop
     even from a worker thread, and spends half of its time on offsets.
@@ -289,4 +353,4 @@ def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens:
         if type(error).__name__ != "PanicException":
             raise
         raise InvalidRequest(f"The model's tokenizer fails on {param}. Send another text.", param=param) from error
-    return encoding.ids
+    return encoding

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from engine.frontend.async_llm import AsyncLLM
     from engine.messages import EngineReady
     from gpu.checkpoint import Embedder, ModelFiles
+    from protocol.scoring.answers import LabelSet
 
 
 logger = logging.getLogger(__name__)
@@ -337,6 +338,7 @@ class Server:
             default_sampling,
             fingerprint,
             join_ray,
+            label_set,
             make_client,
             make_grammar_compiler,
             tokenizer_info,
@@ -368,6 +370,7 @@ class Server:
                     root=files.name,
                     embedding_size=files.config.embedding_size,
                     embedder=files.embedder,
+                    labels=await to_thread.run_sync(label_set, files),
                     engine_info=engine_info,
                     default_sampling=default_sampling(self.settings, files),
                     chat_parameters=chat_parameters(self.settings),
@@ -437,6 +440,7 @@ class ServedModel:
     root: str  # the weights' own name
     embedding_size: int
     embedder: Embedder
+    labels: LabelSet | None  # of a classifier or reranker
     engine_info: EngineReady
     default_sampling: Mapping[str, float | None]  # for fields that a request does not set
     chat_parameters: Mapping[str, float]  # that interactive chat clients add

@@ -92,7 +92,7 @@ _MESSAGES = GenerationRoute(
 
 ANTHROPIC = Dialect(
     root="/v1/messages",
-    retired=("/v1/complete",),
+    more_roots=("/v1/complete",),
     generation=(_MESSAGES,),
     counting={"/v1/messages/count_tokens": CountTokensRequest},
     error_body=error_body,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import orjson
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import Pooling, RequestOutput
-from protocol.answers import AnswerContext, encode, raise_if_failed
+from protocol.answers import Answer, AnswerContext, encode, raise_if_failed
 from protocol.body import at_most, fail_fast
 from protocol.openai.answers import Embedding, EmbeddingList, EmbeddingUsage
 from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessage
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+MAX_NUMBERS = 2**23  # in the vectors of an answer's tokens; about 150 MB while it is made
+
+
 class PrefillRequest(GenerationRequest):
     """The request to the engine: compute the inputs and generate nothing."""
 
@@ -37,6 +40,17 @@ class PrefillRequest(GenerationRequest):
 
     max_tokens: int | None = 0
     temperature: float = 0.0
+    vector_size: int = 0  # of each token's vector, if the answer has these
+
+    def check_outputs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
+        super().check_outputs(prompt_lengths, vocab_size=vocab_size, max_model_len=max_model_len)
+        count = sum(prompt_lengths) * self.vector_size
+        if count > MAX_NUMBERS and len(prompt_lengths) > 1:
+            raise InvalidRequest(
+                f"{self.prompt_field} would give {count} numbers; allowed: {MAX_NUMBERS} in one answer, or one input. "
+                "Send fewer or shorter inputs.",
+                param=self.prompt_field,
+            )
 
     @property
     def may_generate_nothing(self) -> bool:
@@ -170,27 +184,37 @@ class EmbeddingBodyWriter:
     def body(self) -> bytes:
         """Return the response body, in the order of the inputs."""
         usage = self._meter.usage()
-        body = EmbeddingList(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            data=[Embedding(index=index, embedding=self._shown(raw)) for index, raw in sorted(self._vectors.items())],
-            usage=EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
-        )
-        return encode(body)
+        vectors = [(index, self._shown(index, raw)) for index, raw in sorted(self._vectors.items())]
+        fields: dict[str, Any] = {
+            "id": self._head.id,
+            "created": self._head.created,
+            "model": self._head.model,
+            "usage": EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
+        }
+        return encode(self._list(vectors, fields))
 
-    def _shown(self, raw: bytes) -> Any:
+    @staticmethod
+    def _list(vectors: list[tuple[int, Any]], fields: dict[str, Any]) -> Answer:
+        return EmbeddingList(data=[Embedding(index=index, embedding=each) for index, each in vectors], **fields)
+
+    def _shown(self, index: int, raw: bytes) -> Any:
+        return self._encoded(self._finished(raw))
+
+    def _finished(self, raw: bytes) -> NDArray[np.float32]:
+        request = self._request
+        return finished_vector(raw, request.dimensions, request.normalize or request.encoding_format == "int8")
+
+    def _encoded(self, vectors: NDArray[Any]) -> Any:
         import numpy as np
 
         form = self._request.encoding_format
-        vector: NDArray[Any] = finished_vector(raw, self._request.dimensions, self._request.normalize or form == "int8")
         if form == "int8":
-            vector = np.rint(127 * vector).astype(np.int8)
+            vectors = np.rint(127 * vectors).astype(np.int8)
         elif form == "binary":  # eight signs in a byte, as sentence-transformers packs them
-            vector = (np.packbits(vector > 0).astype(np.int16) - 128).astype(np.int8)
+            vectors = (np.packbits(vectors > 0, axis=-1).astype(np.int16) - 128).astype(np.int8)
         if form != "base64":
-            return Raw(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
-        little_endian = vector if sys.byteorder == "little" else vector.byteswap()
+            return Raw(orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY))
+        little_endian = vectors if sys.byteorder == "little" else vectors.byteswap()
         return base64.b64encode(little_endian.tobytes()).decode()
 
 

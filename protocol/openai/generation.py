@@ -133,9 +133,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         """True if the answer begins a message, false if it continues the prompt's text."""
         return False
 
-    def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
+    def check_outputs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
         """Raise `InvalidRequest` if the log-probabilities of these prompts or of their answers would take too much
-        memory.
+        memory, or other outputs of a subclass.
 
         One choice that fills the context is always allowed, unless it asks for the whole vocabulary.
         """

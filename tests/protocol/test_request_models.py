@@ -204,11 +204,11 @@ def test_log_probabilities_of_the_whole_vocabulary_are_bounded(lengths, fields, 
     asked = completion(**fields)
     vocab_size = MAX_LOGPROBS_IN_ALL // 49 if "logprobs" in fields else MAX_LOGPROBS_IN_ALL // 40
     if param is None:
-        asked.check_logprobs(lengths, vocab_size=vocab_size, max_model_len=64)
+        asked.check_outputs(lengths, vocab_size=vocab_size, max_model_len=64)
         return
     words = f"max_tokens of at most {49 // (asked.n * len(lengths))}," if param == "logprobs" else "send fewer"
     with pytest.raises(InvalidRequest, match=words) as refused:
-        asked.check_logprobs(lengths, vocab_size=vocab_size, max_model_len=64)
+        asked.check_outputs(lengths, vocab_size=vocab_size, max_model_len=64)
     assert refused.value.param == param
 
 
@@ -227,9 +227,9 @@ def test_log_probabilities_of_the_whole_vocabulary_are_bounded(lengths, fields, 
 def test_log_probabilities_of_generated_tokens_are_bounded_in_all(context, fields, fitting):
     asked = completion(**{"max_tokens": -1, **fields})
     if fitting is None:
-        asked.check_logprobs([10], vocab_size=50_000, max_model_len=context)
+        asked.check_outputs([10], vocab_size=50_000, max_model_len=context)
         return
     with pytest.raises(InvalidRequest, match=f"max_tokens of at most {fitting}, ") as refused:
-        asked.check_logprobs([10], vocab_size=50_000, max_model_len=context)
+        asked.check_outputs([10], vocab_size=50_000, max_model_len=context)
     assert refused.value.param == "logprobs"
-    completion(**{**fields, "max_tokens": fitting}).check_logprobs([10], vocab_size=50_000, max_model_len=context)
+    completion(**{**fields, "max_tokens": fitting}).check_outputs([10], vocab_size=50_000, max_model_len=context)

@@ -1,0 +1,231 @@
+"""Logits to scores, the shapes of answers with scores, and their writers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+
+from msgspec import UNSET, UnsetType
+
+from engine.errors import InvalidRequest
+from engine.messages import RequestOutput
+from protocol.answers import Answer, AnswerContext, encode, raise_if_failed
+from protocol.openai.answers import EmbeddingUsage
+from protocol.openai.embeddings import EmbeddingBodyWriter
+from protocol.openai.output import UsageMeter
+from protocol.scoring.requests import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest, ScoringRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class LabelSet(NamedTuple):
+    """The labels of the served model. A decoder has their tokens, and an instruction if its files have one."""
+
+    names: tuple[str, ...]
+    activation: Literal["sigmoid", "softmax", "identity"]
+    token_ids: tuple[int, ...] = ()
+    instruction: str | None = None
+
+    def check_scores_pairs(self) -> None:
+        """Raise `InvalidRequest` if a pair would have more than one score."""
+        if len(self.names) > 2:
+            raise InvalidRequest(
+                f"The model has {len(self.names)} labels, so a pair has no single score. Use /v1/classify, or serve a "
+                "model with one or two labels.",
+                param="model",
+            )
+
+    def logits_of(self, output: RequestOutput) -> NDArray[np.float32] | None:
+        """Return the logits in an output, one for each label. Those of a decoder are less by a common term."""
+        import numpy as np  # here, because the server answers before it needs them
+
+        if output.embedding is not None:
+            return np.frombuffer(output.embedding, np.float32)
+        if not output.logprobs or not self.token_ids:
+            return None
+        found = dict(output.logprobs[0].top)
+        return np.array([found[token_id] for token_id in self.token_ids], np.float32)
+
+    def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the probability of each label, or the logits of a model that gives those. Logits are [..., labels]."""
+        import numpy as np
+
+        if self.activation == "identity":
+            return logits
+        if self.activation == "sigmoid":
+            sure: NDArray[np.float32] = np.exp(-np.logaddexp(np.float32(0), -logits))
+            return sure
+        powers: NDArray[np.float32] = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        powers /= powers.sum(axis=-1, keepdims=True)
+        return powers
+
+    def scores(self, logits: NDArray[np.float32], *, raw: bool) -> NDArray[np.float32]:
+        """Return one score for each row of logits [rows, labels]: the probability of the last label, or its logit.
+
+        The logit of two labels that exclude each other is the difference of theirs.
+        """
+        is_choice = len(self.names) == 2 and self.activation != "sigmoid"
+        logit = logits[:, 1] - logits[:, 0] if is_choice else logits[:, -1]
+        if raw or self.activation == "identity":
+            return logit
+        return _SIGMOID.probabilities(logit)
+
+
+_SIGMOID = LabelSet((), "sigmoid")
+
+
+class RerankedText(Answer):
+    text: str
+
+
+class RerankedDocument(Answer):
+    """`index` is the document's place in the request."""
+
+    index: int
+    relevance_score: float
+    document: RerankedText | UnsetType = UNSET
+
+
+class RerankMeta(Answer):
+    """Fields that Cohere's clients read. A request is one search."""
+
+    api_version: dict[str, str]
+    billed_units: dict[str, int]
+
+
+class _List(Answer, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: EmbeddingUsage
+
+
+class Reranking(_List, kw_only=True):
+    """The documents, most relevant first."""
+
+    results: list[RerankedDocument]
+    meta: RerankMeta
+
+
+class Score(Answer, kw_only=True):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class Classification(Answer):
+    """The likeliest label, and the probabilities of all, in the order of the model's labels."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Pooled(Answer, kw_only=True):
+    """`data` is one vector, or one for each token; or base64 of little-endian float32, row after row."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | list[list[float]] | str
+
+
+class ScoreList(_List, kw_only=True):
+    data: list[Score]
+
+
+class ClassificationList(_List, kw_only=True):
+    data: list[Classification]
+
+
+class PooledList(_List, kw_only=True):
+    data: list[Pooled]
+
+
+# ------------------------------------------------------------------------------------------------------------- writers
+
+
+R = TypeVar("R", bound=ScoringRequest)
+
+
+class _ScoresWriter(Generic[R]):
+    def __init__(self, request: R, labels: LabelSet, answer: AnswerContext) -> None:
+        self._request = request
+        self._labels = labels
+        self._head = answer.head
+        self._meter = UsageMeter(1)
+        self._logits: dict[int, NDArray[np.float32]] = {}
+
+    def feed_output(self, output: RequestOutput) -> None:
+        raise_if_failed(output)
+        self._meter.add(output)
+        if (logits := self._labels.logits_of(output)) is not None:
+            self._logits[output.index] = logits
+
+    def _rows(self) -> NDArray[np.float32]:
+        import numpy as np
+
+        return np.stack([logits for _, logits in sorted(self._logits.items())])
+
+    def _scores(self) -> list[float]:
+        scores: list[float] = self._labels.scores(self._rows(), raw=self._request.raw_scores).tolist()
+        return scores
+
+    def _fields(self) -> dict[str, Any]:
+        found = self._meter.usage()
+        usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens, found.prompt_tokens_details)
+        return {**self._head._asdict(), "usage": usage}
+
+
+class RerankWriter(_ScoresWriter[RerankRequest]):
+    def body(self) -> bytes:
+        """Return the response body: the `top_n` best documents; of equals, the first in the request comes first."""
+        scores, texts = self._scores(), self._request.texts()
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._request.top_n or None]
+        results = [
+            RerankedDocument(i, scores[i], RerankedText(texts[i]) if self._request.return_documents else UNSET)
+            for i in order
+        ]
+        meta = RerankMeta({"version": "2"}, {"search_units": 1})
+        return encode(Reranking(results=results, meta=meta, **self._fields()))
+
+
+class ScoreWriter(_ScoresWriter[ScoreRequest]):
+    def body(self) -> bytes:
+        """Return the response body, in the order of the pairs."""
+        data = [Score(index=index, score=score) for index, score in enumerate(self._scores())]
+        return encode(ScoreList(data=data, **self._fields()))
+
+
+class ClassificationWriter(_ScoresWriter[ClassifyRequest]):
+    def body(self) -> bytes:
+        """Return the response body, in the order of the inputs."""
+        rows, names = self._rows(), self._labels.names
+        shown = rows if self._request.raw_scores else self._labels.probabilities(rows)
+        likeliest = rows.argmax(axis=1).tolist()
+        data = [
+            Classification(index, names[best], probabilities, len(names))
+            for index, (best, probabilities) in enumerate(zip(likeliest, shown.tolist(), strict=True))
+        ]
+        return encode(ClassificationList(data=data, **self._fields()))
+
+
+class PoolingWriter(EmbeddingBodyWriter):
+    def __init__(self, request: PoolingRequest, answer: AnswerContext) -> None:
+        super().__init__(request, answer)
+        self._lengths = [len(prompt) for prompt in answer.prompts] if request.task == "token_embed" else None
+
+    @staticmethod
+    def _list(vectors: list[tuple[int, Any]], fields: dict[str, Any]) -> Answer:
+        return PooledList(data=[Pooled(index=index, data=each) for index, each in vectors], **fields)
+
+    def _shown(self, index: int, raw: bytes) -> Any:
+        if self._lengths is None:
+            return super()._shown(index, raw)
+        import numpy as np
+
+        size = len(raw) // self._lengths[index]
+        rows = (raw[start : start + size] for start in range(0, len(raw), size))
+        return self._encoded(np.stack([self._finished(row) for row in rows]))

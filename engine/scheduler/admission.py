@@ -54,7 +54,7 @@ class Admission:
         if only is not None:  # they all had running slots when the step failed, so limits do not apply
             candidates = [request for request in table.waiting if request.request_id in only]
         for request in candidates:
-            if plan.budget == 0:
+            if plan.budget == 0 or (request.is_batch and table.holds_batches and only is None):
                 break
             if passed_over >= self.max_num_seqs:
                 if len(table.running) >= self.max_num_seqs:
@@ -247,13 +247,18 @@ def who_makes_room(
 ) -> Request | None:
     """Return the running request to preempt for the waiting `newcomer`; None if there is none.
 
-    In a restricted step it is a request that may not run. Otherwise it is the worst-ranked request of a tenant above
-    its share, if the newcomer's tenant is below its own share and was served no more. Without this rule, a tenant that
-    fills all running slots with long generations would shut out all other tenants until they end.
+    In a restricted step it is a request that may not run. Otherwise it is a row of a batch, if one runs and the
+    newcomer is none. Otherwise it is the worst-ranked request of a tenant above its share, if the newcomer's tenant is
+    below its own share and was served no more. Without this rule, a tenant that fills all running slots with long
+    generations would shut out all other tenants until they end.
     """
     shares = table.shares
     if only is not None:
         return bystander(table, only)
+    if table.holds_batches and not newcomer.is_batch:
+        row = worst_ranked(table, (each for each in table.running.values() if each.is_batch and each not in admitted))
+        if row is not None:
+            return row
     if not shares.is_below_its_share(newcomer.tenant, slots):
         return None
     served = shares.served(newcomer.tenant)

@@ -13,6 +13,7 @@ import msgspec
 
 from engine.kv_events import PrefixHashes
 from engine.messages import (
+    BATCH_PRECEDENCE,
     EngineCoreRequest,
     EventKind,
     FinishReason,
@@ -105,6 +106,11 @@ class Request:
         self.generates = sampling.max_tokens != 0
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else self.eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
+
+    @property
+    def is_batch(self) -> bool:
+        """True if the request is a row of a batch."""
+        return self.message.precedence == BATCH_PRECEDENCE
 
     @property
     def num_tokens(self) -> int:

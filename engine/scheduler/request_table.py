@@ -36,13 +36,20 @@ class RequestTable:
         # Requests that lost their running slot or ended, and why, until `take_left`.
         self.left: list[tuple[str, str]] = []
         self.num_grammars = 0  # live requests that have, or had, a grammar
+        self.num_batch = 0  # live rows of batches
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
         self.prefix_cache_hits = 0
 
+    @property
+    def holds_batches(self) -> bool:
+        """True if rows of batches get nothing of a step, because another request lives. They keep their blocks."""
+        return 0 < self.num_batch < len(self.requests)
+
     def add(self, request: Request) -> None:
         """Put an arrived request into the queue."""
         self.requests[request.request_id] = request
+        self.num_batch += request.is_batch
         self.num_grammars += request.sampling.restricts_tokens
         self.shares.arrive(request.tenant, request.message.tenant_weight, request.message.tenant_max_running)
         self.waiting.push(request)
@@ -83,6 +90,7 @@ class RequestTable:
         self.left.append((request.request_id, FINISH_REASONS[request.status]))
         self.in_flight.void(request.request_id)
         del self.requests[request.request_id]
+        self.num_batch -= request.is_batch
         self.num_grammars -= request.sampling.restricts_tokens
         if request.grammar is not None:  # None after its last restricted token
             request.grammar.close()

@@ -18,6 +18,9 @@ request that waited as the lowest is the next to be preempted, and the last one 
 fits one request of `max_model_len`. So at least one request always makes progress. A tenant that holds more than its
 share of the running slots gives one up when a tenant that holds less than its share is waiting.
 
+Rows of batches (`BATCH_PRECEDENCE`) get nothing of a step while another request lives. Those that run keep their
+blocks, and give up running slots and blocks first.
+
 The scheduler raises nothing because of one request: a faulty request ends alone. The EngineCore owns it, on the
 engine's thread. It is deterministic: no clock, no randomness, no device.
 """
@@ -184,6 +187,8 @@ class Scheduler:
         """Plan the running requests that are one token behind. Returns those that are further behind, and by how many
         tokens."""
         running = list(self.running.values())
+        if self._table.holds_batches and plan.only is None:
+            running = [request for request in running if not request.is_batch]
         budget, num_stages = plan.budget, self.config.num_stages
         in_flight = self._in_flight.latest.num_tokens
         # Drafts must leave one token of the budget for every other request.

@@ -82,7 +82,7 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
             f"chat_template: cannot read {path}: {getattr(error, 'strerror', None) or error}. What works: UTF-8 text"

@@ -26,7 +26,7 @@ def prompt_of(server: Server) -> str:
 @pytest.mark.parametrize("engine", slow_except(["thread", "process"], "thread"))
 def test_conversations_are_written_as_the_file_says(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "plain.jinja"
-    file.write_text(TEMPLATE)
+    file.write_text(TEMPLATE, encoding="utf-8-sig")  # some editors put a mark at the beginning
     with tiny_server(chat_template=file, engine=engine, enable_tokenizer_info_endpoint=True) as server:
         server.wait_ready()
         assert prompt_of(server) == "user: Hi\nassistant:"

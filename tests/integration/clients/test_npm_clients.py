@@ -22,11 +22,11 @@ DIMENSIONS = 576
 TIMEOUT = 100.0  # seconds for all of it
 
 
-def drive(script: str, server: Server, model: str = MODEL) -> dict[str, Any]:
+def drive(script: str, base_url: str, model: str = MODEL) -> dict[str, Any]:
     assert (NPM / "node_modules").is_dir(), "the clients are not installed: make npm"
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     run = subprocess.run(
-        ["node", str(NPM / script), f"{server.base_url}/v1", model],
+        ["node", str(NPM / script), base_url, model],
         check=False,
         capture_output=True,
         text=True,
@@ -43,7 +43,7 @@ def answer(server: Server) -> dict[str, Any]:
 
 
 def test_npm_openai(answer: dict[str, Any], server: Server) -> None:
-    found = drive("openai.mjs", server)
+    found = drive("openai.mjs", f"{server.base_url}/v1")
     text = answer["choices"][0]["message"]["content"]
     assert found["models"] == [MODEL]
     assert found["text"] == found["streamed"] == found["accumulated"] == text
@@ -67,7 +67,7 @@ def test_npm_openai(answer: dict[str, Any], server: Server) -> None:
 def vercel(server: Server) -> dict[str, Any]:
     """What each provider has understood, and how many requests the server has cut off for that."""
     before = server.wait_idle()
-    found = drive("vercel.mjs", server)
+    found = drive("vercel.mjs", f"{server.base_url}/v1")
     after = server.wait_idle()
     return found | {"aborted": after.aborted - before.aborted}
 
@@ -117,7 +117,7 @@ def test_vercel_ai_makes_vectors(vercel: dict[str, Any]) -> None:
 
 def test_vercel_ai_tells_reasoning_from_the_answer() -> None:
     with tiny_server(reasoning_parser="think") as running:
-        understood = drive("reasoning.mjs", running.wait_ready(), NAME)
+        understood = drive("reasoning.mjs", f"{running.wait_ready().base_url}/v1", NAME)
     for found in understood.values():
         assert found["reasoning"] == found["streamed"] != ""
         assert found["text"] == ""

@@ -202,7 +202,7 @@ async def pull(server: Server, request: RequestScope) -> None:
         await request.start_stream(STREAM_TYPE, error_frame=last_line, keep_alive=keep_alive)
         request.start_soon(fetch)
         shown = None
-        while not ended.is_set():
+        while status != shown or not ended.is_set():
             if status != shown:
                 await request.send_chunk(json_line(shown := status))
             with anyio.move_on_after(_LOOK_EVERY):

@@ -16,6 +16,7 @@ from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.cpu.decoder import CPUCausalLM
+from gpu.cpu.encoder import CPUEncoder
 from gpu.cpu.library import Library, load_library
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.host import available_memory, has_torch, usable_cores
@@ -157,9 +158,20 @@ def load_encoder(
 
     dtype "auto" is float32 on a CPU where torch computes, so that vectors equal those of the authors' programs.
     """
-    longest = check_max_model_len(config, options.max_model_len)
-    check_quantization(options, None, device)
+    longest, library = check_max_model_len(config, options.max_model_len), library_for(config, options, device)
+    check_quantization(options, library, device)
     check_kv_cache_dtype(options, None, device, False)
+    if library is not None:
+        check_weights_fit(spec_of(config), free_memory(device))
+        return CPUEncoder(
+            library,
+            config,
+            weights,
+            num_threads=options.num_threads or usable_cores(),
+            quantized=options.dtype == "auto",
+            max_model_len=longest,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
     from gpu.models.encoder import TorchEncoder
     from gpu.models.torch_model import resolve_dtype, use_threads
 
@@ -179,14 +191,10 @@ def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int
 
 def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
     """Return the C++ library if it supports this model with these options; None if torch computes."""
-    if (
-        config.encoder is not None
-        or device != "cpu"
-        or options.dtype not in LIBRARY_DTYPES
-        or options.runner == "device"
-    ):
+    if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
         return None
-    return load_library() if CPUCausalLM.supports(config) else None
+    kind = CPUCausalLM if config.encoder is None else CPUEncoder
+    return load_library() if kind.supports(config) else None
 
 
 def check_ranks(spec: DecoderSpec, device: str, has_tensor_ranks: bool) -> None:

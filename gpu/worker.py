@@ -24,6 +24,7 @@ from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.model_files import Progress, no_progress
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
+from gpu.cpu.encoder import CPUEncoder
 from gpu.host import usable_cores
 from gpu.kv_cache import (
     CPU_MEMORY_LIMIT,
@@ -205,13 +206,18 @@ class EncoderWorker(Worker):
         self._on_cuda = self.device != "cpu"
         self._num_threads = options.num_threads or usable_cores()
         self._entered = threading.local()
-        self._model = self._native = None
+        self._model = None
         heads = EncoderHeads(config.encoder)
         longest = check_max_model_len(config, options.max_model_len)
         options = replace(options, max_num_batched_tokens=max(options.max_num_batched_tokens, longest))
         encoder = load_encoder(config, heads.take(weights), options, self.device)
+        self._native = encoder if isinstance(encoder, CPUEncoder) else None
         self.computes = f"{self.device}, {encoder.forms}, {self._num_threads} threads"
-        self.facts = ModelFacts(compute_form=f"{self.device.partition(':')[0]}, {encoder.forms}", is_encoder=True)
+        self.facts = ModelFacts(
+            compute_form=f"{self.device.partition(':')[0]}, {encoder.forms}",
+            is_batch_invariant=self._native is not None,
+            is_encoder=True,
+        )
         self.kv_cache_size = KVCacheSize(
             num_blocks=options.max_num_seqs,
             block_size=longest,

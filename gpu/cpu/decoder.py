@@ -37,6 +37,7 @@ from gpu.checkpoint.architecture import (
     parts_of,
     records_of,
 )
+from gpu.checkpoint.encoder import EncoderAttentionSpec, EncoderNetworkSpec, LayerNormSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import Weight
 from gpu.cpu.communicator import SharedMemoryCommunicator
@@ -61,6 +62,10 @@ from gpu.runner.runner import ModelInputs, StateInputs
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
 _NO_STATES = StateInputs(np.empty(0, dtype=np.int64), [], {})
+# Values of `headrace::Then` for activations of `gpu.checkpoint.encoder.EncoderNetworkSpec`, with a gate and without.
+ACTIVATIONS = {("silu", True): 2, ("gelu_tanh", True): 3, ("gelu", True): 4}
+ACTIVATIONS |= {("silu", False): 6, ("gelu_tanh", False): 7, ("gelu", False): 8, ("relu", False): 9}
+_ALL = 2**30  # tokens: as far ahead as a request goes
 _LOGITS_ROWS = 64  # rows of logits that ranks exchange at a time
 
 # The kinds of parts that `forward` computes; torch computes models with any other.
@@ -120,13 +125,17 @@ class CPUCausalLM:
                 softcap=heads.softcap or 0.0,
                 is_int8=kv_cache_dtype == "int8",
             )
+            if isinstance(attention, EncoderAttentionSpec):
+                reach = attention.reach
+                struct.heads.window, struct.heads.ahead = (0, _ALL) if reach is None else (reach + 1, reach)
         self._model = ModelStruct(
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
             num_layers=len(spec.layers),
             hidden=config.hidden_size,
             epsilon=_epsilon(spec),
             embedding_scale=spec.embedding_scale,
-            gelu=any(type(layer.feed_forward) is GeGLUSpec for layer in spec.layers),
+            activation=max(_activation(layer.feed_forward) for layer in spec.layers),
+            centred=any(isinstance(record, LayerNormSpec) for record in records_of(spec)),
             post_norms=spec.layers[0].attention_post_norm is not None,
             **_begins(spec),
         )
@@ -230,9 +239,15 @@ class CPUCausalLM:
         for delta, states in zip(self._weights.deltas, self.kv_caches[-len(layers) :], strict=True):
             delta.states, delta.stride = states.ctypes.data, shape[1] * shape[2]
 
-    def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
+    def forward(
+        self,
+        inputs: ModelInputs,
+        cancellation_check: Callable[[], None] | None = None,
+        added: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.float32]:
         """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms. Of
-        several tensor ranks, only the first calls its check; if that ends the pass, the others raise StepAbandoned."""
+        several tensor ranks, only the first calls its check; if that ends the pass, the others raise StepAbandoned.
+        `added` [T] are the rows that an encoder adds to its embeddings."""
         num_tokens = len(inputs.input_ids)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise ValueError(f"a step has {num_tokens} tokens; the ranks have room for {self._max_tokens}")
@@ -264,6 +279,7 @@ class CPUCausalLM:
             hidden=hidden.ctypes.data,
             stop=StopFunction() if cancellation_check is None else self._stop_function(cancellation_check),
             stop_interval=STOP_INTERVAL,
+            added=None if added is None else added.ctypes.data,
         )
         if self._library.functions.hr_forward(self._threads.handle, self._model, step):
             error, self._stopped_by = self._stopped_by, None
@@ -272,7 +288,7 @@ class CPUCausalLM:
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the longest served context, in tokens, and compute its tables of rotary angles."""
-        sizes = {rope: rope.size or self.config.head_dim for rope in self._ropes}
+        sizes = {rope: 0 if rope.dim == 0 else rope.size or self.config.head_dim for rope in self._ropes}
         self._rotary = {rope: np.empty((2, max_model_len, size // 2), np.float32) for rope, size in sizes.items()}
         for rope, table in self._rotary.items():
             for positions, cosines, sines in rotations(max_model_len, sizes[rope], rope):
@@ -344,6 +360,13 @@ class CPUCausalLM:
         resumed = answers()
         next(resumed)
         return StopFunction(resumed.__next__)
+
+
+def _activation(network: object) -> int:
+    """Return the value of `headrace::Then` that computes the inputs of `down`."""
+    if isinstance(network, EncoderNetworkSpec):
+        return ACTIVATIONS[network.activation, network.gate is not None]
+    return ACTIVATIONS["gelu_tanh" if type(network) is GeGLUSpec else "silu", True]
 
 
 def _epsilon(spec: DecoderSpec) -> float:

@@ -53,6 +53,7 @@ class HeadsStruct(ctypes.Structure):
         ("softcap", c_float),
         ("sinks", c_void_p),
         ("is_int8", c_int32),
+        ("ahead", c_int32),
     )
 
 
@@ -142,6 +143,10 @@ class LayerStruct(ctypes.Structure):
         ("is_gated", c_int32),
         ("attended_begin", c_int32),
         ("heads", HeadsStruct),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("attention_sum_norm", c_void_p),
+        ("mlp_sum_norm", c_void_p),
     )
 
 
@@ -155,11 +160,14 @@ class ModelStruct(ctypes.Structure):
         ("hidden", c_int32),
         ("epsilon", c_float),
         ("embedding_scale", c_float),
-        ("gelu", c_int32),
+        ("activation", c_int32),
         ("post_norms", c_int32),
         ("hidden_begin", c_int32),
         ("inner_begin", c_int32),
         ("vocabulary_begin", c_int32),
+        ("added", c_void_p),
+        ("embedding_norm", c_void_p),
+        ("centred", c_int32),
     )
 
 
@@ -172,6 +180,7 @@ class ForwardStruct(ctypes.Structure):
         ("hidden", c_void_p),
         ("stop", StopFunction),
         ("stop_interval", c_double),
+        ("added", c_void_p),
     )
 
 

@@ -24,6 +24,7 @@ from gpu.checkpoint.architecture import (
     Part,
     RMSNormSpec,
 )
+from gpu.checkpoint.encoder import EncoderLayerSpec, EncoderSpec
 from gpu.checkpoint.quantized_rows import OWN_TYPES, TENSOR_TYPES
 from gpu.checkpoint.tensors import Weight, checked
 from gpu.cpu.library import (
@@ -74,8 +75,15 @@ class PackedWeights:
         def vector(owner: object, field: str, *names: str) -> None:
             groups.append(_Group(list(names), partial(self._set_vector, owner, field)))
 
-        def norm(owner: object, field: str, spec: RMSNormSpec) -> None:
-            vector(owner, field, spec.weight.weight_name)
+        def norm(owner: object, field: str, spec: RMSNormSpec | None) -> None:
+            if spec is not None:
+                biases = [f"{spec.weight.name}.bias"] if spec.weight.bias else []
+                take = partial(self._set_vector, owner, field, zeros=spec.weight.shape[0])
+                groups.append(_Group([spec.weight.weight_name, *biases], take))
+
+        def bias(owner: object, field: str, *parts: Part) -> None:
+            if parts[0].bias:
+                vector(owner, field, *(f"{part.name}.bias" for part in parts))
 
         for struct, layer in zip(self._model.layers[: len(spec.layers)], spec.layers, strict=True):
             attention, network = layer.attention, layer.feed_forward
@@ -83,8 +91,7 @@ class PackedWeights:
             norms += (layer.feed_forward_norm, layer.feed_forward_post_norm)
             if isinstance(attention, AttentionSpec):
                 matrix(struct, "qkv", *attention.qkv)
-                if attention.qkv[0].bias:
-                    vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
+                bias(struct, "qkv_bias", *attention.qkv)
                 norms += attention.qk_norm or ()
                 struct.norm_together = attention.norm_together
                 if attention.sinks is not None:
@@ -93,18 +100,27 @@ class PackedWeights:
                 groups += self._delta_groups(struct, attention, matrix, vector)
             fields = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
             for field, further in zip(fields, norms, strict=False):
-                if further is not None:
-                    norm(struct, field, further)
+                norm(struct, field, further)
             matrix(struct, "out", attention.out)
-            if attention.out.bias:
-                vector(struct, "out_bias", f"{attention.out.name}.bias")
+            bias(struct, "out_bias", attention.out)
             if isinstance(network, MoESpec):
                 groups += self._expert_groups(struct, network, matrix, vector)
                 continue
-            matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # interleaved by tile
+            if network.gate is None:
+                matrix(struct, "gate_up", network.up)
+                bias(struct, "gate_up_bias", network.up)
+            else:
+                matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # interleaved by tile
             matrix(struct, "down", network.down)
-        if spec.norm is not None:
-            norm(self._model, "final_norm", spec.norm)
+            bias(struct, "down_bias", network.down)
+            if isinstance(layer, EncoderLayerSpec):
+                norm(struct, "attention_sum_norm", layer.attention_sum_norm)
+                norm(struct, "mlp_sum_norm", layer.feed_forward_sum_norm)
+        norm(self._model, "final_norm", spec.norm)
+        if isinstance(spec, EncoderSpec):
+            norm(self._model, "embedding_norm", spec.embedding_norm)
+            added = [part.weight_name for part in (spec.positions, spec.token_types) if part is not None]
+            groups.append(_Group(added, self._set_added))
         if spec.embedding is not None:
             matrix(self._model, "embedding", spec.embedding)
         if spec.head is not None:
@@ -186,8 +202,15 @@ class PackedWeights:
         self.matrices.append(matrix)
         setattr(owner, field, matrix.struct)
 
-    def _set_vector(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
-        padding = np.zeros(LANES, dtype=np.float32)  # read in whole tiles
+    def _set_added(self, parts: Sequence[Weight]) -> None:
+        """Set the sums of each token type's row and each position's, for one type after the other."""
+        sums = floats(parts[0])
+        for types in parts[1:]:
+            sums = floats(types)[:, None] + sums
+        self._set_vector(self._model, "added", [sums])
+
+    def _set_vector(self, owner: object, field: str, parts: Sequence[Weight], zeros: int = 0) -> None:
+        padding = np.zeros(max(zeros, LANES), dtype=np.float32)  # vectors are read in whole tiles
         vector = np.concatenate([*(floats(part).ravel() for part in parts), padding])
         self._vectors.append(vector)
         setattr(owner, field, vector.ctypes.data)

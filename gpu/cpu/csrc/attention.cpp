@@ -50,9 +50,13 @@ int64_t first_seen(const Heads& heads, int64_t position) {
     return heads.window ? std::max<int64_t>(0, position + 1 - heads.window) : 0;
 }
 
+int64_t last_seen(const Heads& heads, const Step& step, int request, int64_t position) {
+    return heads.ahead ? std::min<int64_t>(position + heads.ahead, step.seq_lens[request] - 1) : position;
+}
+
 Range tiles_seen(const Heads& heads, const Step& step, const Work& work) {
-    return {tile_of(heads, first_seen(heads, step.positions[work.first])),
-            tile_of(heads, step.positions[work.first + work.count - 1]) + 1};
+    const int64_t last = last_seen(heads, step, work.request, step.positions[work.first + work.count - 1]);
+    return {tile_of(heads, first_seen(heads, step.positions[work.first])), tile_of(heads, last) + 1};
 }
 
 // The approximate cost in thread time.
@@ -214,8 +218,9 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, c
     int64_t first[kMaxRows], last[kMaxRows];  // positions that a row sees
     for (int r = 0; r < rows; r++) {
         run.query[r] = queries + place_of(heads, work, r);
-        last[r] = step.positions[work.first + r / group];
-        first[r] = first_seen(heads, last[r]);
+        const int64_t position = step.positions[work.first + r / group];
+        first[r] = first_seen(heads, position);
+        last[r] = last_seen(heads, step, work.request, position);
     }
     pack_queries(run);
 

@@ -30,6 +30,7 @@ struct Heads {
     float softcap;  // scores s become softcap * tanh(s / softcap); 0: no cap
     const float* sinks;  // [query], or null: logits that add to the softmax denominator only
     int32_t is_int8;     // the cache holds integers of 8 bits, not bfloat16
+    int32_t ahead;       // tokens after itself that a query sees, if they are in the step: 0 in decoders
 
     int tiles_per_block() const { return (block_size + kTile - 1) / kTile; }
     int64_t tile_size() const { return (int64_t)dim * kTile; }  // elements of one head's keys or values

@@ -51,14 +51,14 @@ struct Rows {
 
 // Set rows of x as the input of `w`, each normalized first if there is a `norm`.
 Activations& prepare(Engine& engine, const Matrix& w, const float* x, int64_t stride, const Rows& rows,
-                     const float* norm = nullptr, float epsilon = 0) {
+                     const float* norm = nullptr, float epsilon = 0, bool centred = false) {
     engine.input.begin(w.cols, rows.count, rows.precision);
     for_rows(engine.pool, rows.count, [&](int row) {
         const float* from = x + (rows.index ? rows.index[row] : row) * stride;
         if (norm) {
             thread_local Buffer<float> buffer;
             float* normed = buffer.reserve((size_t)w.cols);
-            normalize(from, norm, epsilon, w.cols, normed);
+            normalize(from, norm, epsilon, w.cols, normed, centred);
             from = normed;
         }
         engine.input.set_row(row, from, w.cols);
@@ -168,7 +168,8 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
     uint16_t* queries = engine.queries.reserve((size_t)rows * heads.query * heads.dim);
 
     for (const Rows& rows : kinds) {
-        const Activations& x = prepare(engine, layer.qkv, residual, hidden, rows, layer.attention_norm, model.epsilon);
+        const Activations& x =
+            prepare(engine, layer.qkv, residual, hidden, rows, layer.attention_norm, model.epsilon, model.centred);
         multiply(engine.pool, layer.qkv, x, rows.precision, Then::kStore, layer.qkv_bias, {wide, qkv_width, rows.index});
     }
     float* attended = streams.attended + layer.attended_begin;
@@ -181,8 +182,9 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
     }
     engine.meet();  // A
     if (is_stopped(engine)) return kStopped;
-    // Add a product to the residual stream, normalized first if there is a `norm`.
-    auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm, const float* bias) {
+    // Add a product to the residual stream, normalized first if there is a `norm`. Then apply a `sum_norm`, if any.
+    auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm, const float* bias,
+                   const float* sum_norm) {
         float* to = norm ? streams.products : residual;
         multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, bias,
                  {to + model.hidden_begin, hidden, rows.index});
@@ -191,27 +193,31 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
             thread_local Buffer<float> buffer;
             float* normed = buffer.reserve((size_t)hidden);
             const int64_t row = (rows.index ? rows.index[r] : r) * hidden;
-            normalize(streams.products + row, norm, model.epsilon, model.hidden, normed);
+            normalize(streams.products + row, norm, model.epsilon, model.hidden, normed, model.centred);
             for (float *from = normed, *into = residual + row; from < normed + hidden; from += 16, into += 16)
                 store(into, load<f32x16>(into) + load<f32x16>(from));
+        });
+        if (sum_norm) for_rows(engine.pool, rows.count, [&](int r) {
+            float* row = residual + (rows.index ? rows.index[r] : r) * hidden;
+            normalize(row, sum_norm, model.epsilon, model.hidden, row, model.centred);
         });
     };
     for (const Rows& rows : kinds) {
         if (rows.count == 0) continue;
         const Activations& x = prepare(engine, layer.out, streams.attended, attended_width, rows);
-        add(layer.out, x, rows, layer.attention_post_norm, layer.out_bias);
+        add(layer.out, x, rows, layer.attention_post_norm, layer.out_bias, layer.attention_sum_norm);
         if (layer.experts) {
             add_experts(engine, *layer.experts, residual, model.hidden, rows.index, rows.count, rows.precision,
                         layer.mlp_norm, model.epsilon, model.hidden_begin, layer.out.rows);
             engine.meet();  // D
             continue;
         }
-        prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon);
+        prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon, model.centred);
         engine.inner.begin(layer.down.cols, rows.count, rows.precision, streams.inner);
-        multiply(engine.pool, layer.gate_up, x, rows.precision, model.gelu ? Then::kGeluMul : Then::kSiluMul, nullptr,
+        multiply(engine.pool, layer.gate_up, x, rows.precision, (Then)model.activation, layer.gate_up_bias,
                  {nullptr, 0, nullptr, &engine.inner, model.inner_begin / kBlock});
         engine.meet();  // C
-        add(layer.down, engine.inner, rows, layer.mlp_post_norm, nullptr);
+        add(layer.down, engine.inner, rows, layer.mlp_post_norm, layer.down_bias, layer.mlp_sum_norm);
     }
     return kDone;
 }
@@ -261,6 +267,9 @@ void begin_rows(Engine& engine, const hr_model& model, const hr_step& step, cons
         if (own < 0 || own >= model.embedding.rows) return;
         matrix_row(model.embedding, (int)own, to + at);
         for (int i = 0; i < model.hidden; i++) to[at + i] *= model.embedding_scale;
+        for (int i = 0; model.added && i < model.hidden; i++) to[at + i] += model.added[step.added[row] * model.hidden + i];
+        if (model.embedding_norm)
+            normalize(to + at, model.embedding_norm, model.epsilon, model.hidden, to + at, model.centred);
     });
     engine.meet();  // embed
     if (to != streams.residual) std::copy_n(to, (int64_t)rows * model.hidden, streams.residual);
@@ -287,7 +296,7 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
     for_rows(engine.pool, rows, [&](int row) {
         const float* from = streams.residual + (int64_t)row * model.hidden;
         float* to = step.hidden + (int64_t)row * model.hidden;
-        if (model.final_norm) normalize(from, model.final_norm, model.epsilon, model.hidden, to);
+        if (model.final_norm) normalize(from, model.final_norm, model.epsilon, model.hidden, to, model.centred);
         else std::copy_n(from, model.hidden, to);
     });
     return kDone;

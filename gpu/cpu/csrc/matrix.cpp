@@ -11,7 +11,7 @@ namespace headrace {
 namespace {
 
 // Rows of activations that stay in cache while all weights are read.
-constexpr int kRowsInCache = kHasTiles ? 128 : 128 / kVectorRows * kVectorRows;
+constexpr int kRowsInCache = kHasTiles ? 128 : 504 / kVectorRows * kVectorRows;
 constexpr int kRowsOfPanel = 512;   // the same where weights are widened once for all rows
 constexpr int kPrefetched = 12;     // blocks ahead
 constexpr bool kPairs = kDotsBF16 && !kHasTiles;  // inputs are multiplied two at a time
@@ -96,8 +96,28 @@ inline void block_sums(const uint8_t* block, int begin, int end, const float* x,
     for (int r = 0; r < n; r++) sums[r] = even[r] + odd[r];
 }
 
+// Without scales and without products of bfloat16, each chain runs through all blocks: sums stay in registers.
+template <class B, int n, bool kEven, bool kOdd>
+inline void add_blocks(const uint8_t* block, int blocks, const float* x, f32x16* even, f32x16* odd) {
+    for (int b = 0; b < blocks; b++, block += B::kBytes, x += kValues * n) {
+        for (int i = 0; i < (B::kNear ? 0 : B::kBytes); i += 64) __builtin_prefetch(block + kPrefetched * B::kBytes + i);
+        add_inputs<B, n, kEven, kOdd>(block, 0, 4, x, even, odd);
+    }
+}
+
 template <class B, int n>
 void vector_sums(const uint8_t* tile, int blocks, const float* x, float* out) {
+    if constexpr (!B::kScaled && !kDotsBF16) {
+        f32x16 even[n] = {}, odd[n] = {};
+        if constexpr (2 * n + 3 <= kRegisters) {
+            add_blocks<B, n, true, true>(tile, blocks, x, even, odd);
+        } else {
+            add_blocks<B, n, true, false>(tile, blocks, x, even, odd);
+            add_blocks<B, n, false, true>(tile, blocks, x, even, odd);
+        }
+        for (int r = 0; r < n; r++) store(out + r * kLanes, even[r] + odd[r]);
+        return;
+    }
     f32x16 acc[n] = {};
     const uint8_t* block = tile;
     for (int b = 0; b < blocks; b++, block += B::kBytes, x += kValues * n) {
@@ -144,16 +164,28 @@ void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int coun
     }
 }
 
-// gelu(x) = x sigmoid(2 y), with the y of the approximation by tanh(y).
+// gelu(x) = x sigmoid(y). The approximation by tanh has an odd polynomial y of degree 3. For the exact one, y is fitted
+// to log(p / (1 - p)) for the probability p = (1 + erf(x / sqrt(2))) / 2 up to |x| = 5: gelu's error is at most 1.1e-6.
+inline f32x16 activated(f32x16 x, Then then) {
+    if (then == Then::kRelu) return select(x < splat(0.0f), f32x16{}, x);
+    if (then == Then::kSilu || then == Then::kSiluMul) return x * sigmoid(x);
+    if (then == Then::kGelu || then == Then::kGeluMul)
+        return x * sigmoid(splat(1.5957691216f) * fma(x * x * x, splat(0.044715f), x));
+    f32x16 t = x * x, y = splat(-1.1421859e-7f);
+    t = select(t > splat(25.0f), splat(25.0f), t);
+    for (float factor : {5.6249692e-6f, -9.4796291e-5f, -1.1471097e-4f, 7.2729833e-2f, 1.5957459f})
+        y = fma(y, t, splat(factor));
+    return x * sigmoid(x * y);
+}
+
 inline f32x16 gated(f32x16 x, f32x16 up, Then then, const Output& out) {
-    if (then == Then::kSiluMul) return x * sigmoid(x) * up;
     if (then == Then::kClampedMul) {  // by comparisons, so that NaN stays NaN
         const f32x16 most = splat(out.limit), least = splat(-out.limit);
         x = select(x > most, most, x);
         up = select(up > most, most, select(up < least, least, up));
         return x * sigmoid(x * splat(out.alpha)) * (up + splat(1.0f));
     }
-    return x * sigmoid(splat(1.5957691216f) * fma(x * x * x, splat(0.044715f), x)) * up;
+    return activated(x, then) * up;
 }
 
 // Treats denormals as zero during its lifetime, as tiles do.
@@ -199,6 +231,14 @@ float* scratch(int rows, int tiles) {
 void finish(const float* sums, int64_t size, int first, int tiles, int row, int count, Then then, const float* bias,
             const Output& out) {
     for (int end = row + count; row < end; row++, sums += kLanes) {
+        if (then >= Then::kSilu) {
+            auto one = [&](int t) {
+                const f32x16 sum = load<f32x16>(sums + t * size);
+                return activated(bias ? sum + load<f32x16>(bias + (int64_t)(first + t) * kLanes) : sum, then);
+            };
+            out.next->set_block(row, out.first_block + first / 2, one(0), tiles == 2 ? one(1) : f32x16{});
+            continue;
+        }
         if (then >= Then::kSiluMul) {
             auto pair = [&](int t) {
                 f32x16 gate = load<f32x16>(sums + t * size), up = load<f32x16>(sums + (t + 1) * size);
@@ -275,7 +315,7 @@ void exact_sums(const Tile& tile, const Activations& x, int begin, int count, fl
     FlushDenormals as_tiles_do;
     if (x.tiled) return exact_sums_by_tiles(tile, x, begin, count, sums);
     with_form(tile.form, [&](auto form) {
-        if constexpr (kRegisters < 32 && Blocks<form>::kScaled) {
+        if constexpr (kRegisters < 32) {
             if (count >= 2 * kVectorRows) {
                 thread_local std::vector<uint8_t> wide;
                 wide.resize((size_t)x.blocks * WideBlocks<form>::kBytes);
@@ -294,8 +334,10 @@ bool by_panel(Precision precision) { return kHasTiles && precision == Precision:
 // Rows that are multiplied with the whole matrix before the next rows are.
 int rows_of_step(Precision precision) { return by_panel(precision) ? kRowsOfPanel : kRowsInCache; }
 
-// Tiles computed together: gate and up of a whole block, or the tiles that are loaded at once.
-int tiles_of_group(Precision precision, Then then) { return then >= Then::kSiluMul ? 4 : by_panel(precision) ? 2 : 1; }
+// Tiles computed together: those of a whole block of the next product's input, or the tiles that are loaded at once.
+int tiles_of_group(Precision precision, Then then) {
+    return then >= Then::kSilu ? 2 : then >= Then::kSiluMul ? 4 : by_panel(precision) ? 2 : 1;
+}
 
 // Compute one of `chunks` parts of a product, for rows [begin, end).
 void multiply_chunk(const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,

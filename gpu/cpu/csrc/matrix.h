@@ -123,10 +123,10 @@ struct Activations {
     Buffer<uint8_t> own_;
 };
 
-enum class Then { kStore, kAdd, kSiluMul, kGeluMul, kClampedMul };
+enum class Then : int32_t { kStore, kAdd, kSiluMul, kGeluMul, kErfMul, kClampedMul, kSilu, kGelu, kErf, kRelu };
 
 // Where results go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With the
-// last three of `Then`: to row r of `next`, from block `first_block` on, in the layout of the next product's input.
+// last eight of `Then`: to row r of `next`, from block `first_block` on, in the layout of the next product's input.
 struct Output {
     float* out;
     int64_t stride;
@@ -139,8 +139,9 @@ struct Output {
 };
 
 // out = x W^T (+ bias). kStore: out[r, n] = sum. kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
-// next[r, n] = silu(gate) * up with half as many columns. kGeluMul: the same with gelu. kClampedMul: the same with the
-// gate of gpu.checkpoint.architecture.ClampedSwiGLUSpec.
+// next[r, n] = silu(gate) * up with half as many columns. kGeluMul, kErfMul: the same with gelu, approximated by tanh or
+// not. kClampedMul: the same with the gate of gpu.checkpoint.architecture.ClampedSwiGLUSpec. From kSilu on: no gate,
+// next[r, n] = silu(sum).
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out);
 

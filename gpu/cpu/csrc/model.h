@@ -39,6 +39,10 @@ struct hr_layer {
     int32_t is_gated;  // each query in qkv is followed by the gate of its head's output
     int32_t attended_begin;  // where the rank's part begins in `attended`
     Heads heads;
+    const float* gate_up_bias;  // or null, like the following
+    const float* down_bias;
+    const float* attention_sum_norm;  // of the residual stream after attention, on a single rank
+    const float* mlp_sum_norm;
 };
 
 struct hr_model {
@@ -50,10 +54,13 @@ struct hr_model {
     int32_t hidden;
     float epsilon;
     float embedding_scale;
-    int32_t gelu;  // the gate is gelu, not silu
+    int32_t activation;  // a value of `Then`
     int32_t post_norms;
     // Where the rank's part begins in the stream, the inputs of `down` (whole blocks) and the vocabulary.
     int32_t hidden_begin, inner_begin, vocabulary_begin;
+    const float* added;           // rows that are added to the scaled embeddings, or null
+    const float* embedding_norm;  // or null
+    int32_t centred;              // norms are LayerNorm, not RMSNorm
 };
 
 struct hr_step {
@@ -64,5 +71,6 @@ struct hr_step {
     float* hidden;             // [T, hidden], the result; the residual stream in a stage without a final norm
     int32_t (*stop)(void);     // called between layers, at most every `stop_interval` seconds; not 0 ends the pass
     double stop_interval;
+    const int64_t* added;      // [T], rows of the model's `added`
 };
 }

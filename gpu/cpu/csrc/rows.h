@@ -20,12 +20,22 @@ void for_rows(Pool& pool, int rows, const Body& body) {
     });
 }
 
-// RMSNorm (Zhang and Sennrich, arXiv:1910.07467). `size` is a multiple of 16; `out` may be `x`.
-inline void normalize(const float* x, const float* weight, float epsilon, int size, float* out) {
-    f32x16 squares = {};
-    for (int i = 0; i < size; i += 16) squares = fma(load<f32x16>(x + i), load<f32x16>(x + i), squares);
-    f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / (float)size + epsilon));
-    for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(x + i) * scale * load<f32x16>(weight + i));
+// RMSNorm (Zhang and Sennrich, arXiv:1910.07467), or if `centred` LayerNorm (Ba et al., arXiv:1607.06450), which has
+// `size` biases after its weights. `size` is a multiple of 16; `out` may be `x`.
+inline void normalize(const float* x, const float* weight, float epsilon, int size, float* out, bool centred = false) {
+    f32x16 mean = {}, squares = {};
+    for (int i = 0; centred && i < size; i += 16) mean = mean + load<f32x16>(x + i);
+    mean = splat(sum(mean) / (float)size);
+    for (int i = 0; i < size; i += 16) {
+        const f32x16 value = load<f32x16>(x + i) - mean;
+        squares = fma(value, value, squares);
+    }
+    const f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / (float)size + epsilon));
+    for (int i = 0; i < size; i += 16) {
+        f32x16 value = (load<f32x16>(x + i) - mean) * scale * load<f32x16>(weight + i);
+        if (centred) value = value + load<f32x16>(weight + size + i);
+        store(out + i, value);
+    }
 }
 
 }  // namespace headrace

@@ -109,7 +109,7 @@ void products(void* engine, const char* name, const Matrix& w) {
 
 constexpr int kHidden = 96, kInner = 128, kVocabulary = 112, kDim = 48, kQuery = 6, kKV = 2, kBlocks = 8, kBlockSize = 24;
 
-// With `hybrid`: a gated delta net, then gated attention.
+// With `hybrid`: a gated delta net, then gated attention. Without: the same layers as an encoder, at last.
 void passes(void* engine, int window, bool hybrid) {
     std::vector<float> norms = floats(1024), scales(256, 0.7f), angles = floats(2 * 256 * kDim / 2);
     hr_layer layers[2];
@@ -138,16 +138,16 @@ void passes(void* engine, int window, bool hybrid) {
         layers[0].qkv_bias = nullptr;
         layers[0].delta = &delta;
     }
-    const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
-                         window ? 3.0f : 1.0f, window != 0, window != 0};
+    hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
+                         window ? 3.0f : 1.0f, (int32_t)(window ? Then::kGeluMul : Then::kSiluMul), window != 0};
     const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // of two requests
     const int64_t rows[] = {1, 0}, save[] = {50, 2};
     auto run = [&](std::vector<int> queries, std::vector<int> ends) {
-        std::vector<int64_t> positions, ids;
+        std::vector<int64_t> positions, ids, added;
         std::vector<int32_t> starts = {0}, lengths;
         for (size_t r = 0; r < queries.size(); r++) {
             for (int p = ends[r] - queries[r]; p < ends[r]; p++)
-                positions.push_back(p), ids.push_back((p * 37 + (int)r * 11) % kVocabulary);
+                positions.push_back(p), ids.push_back((p * 37 + (int)r * 11) % kVocabulary), added.push_back(p % 8);
             starts.push_back((int32_t)positions.size());
             lengths.push_back(ends[r]);
         }
@@ -158,6 +158,7 @@ void passes(void* engine, int window, bool hybrid) {
                      rows, saves.data(), save};
         step.input_ids = ids.data();
         step.hidden = hidden.data();
+        step.added = added.data();
         hr_forward(engine, &model, &step);
         return hidden;
     };
@@ -173,6 +174,20 @@ void passes(void* engine, int window, bool hybrid) {
     pieces.insert(pieces.end(), rest.begin(), rest.end() - kHidden);
     pieces.insert(pieces.end(), last.begin(), last.end());
     differ += std::memcmp(whole.data(), pieces.data(), whole.size() * sizeof(float)) != 0;
+    if (hybrid) return;
+    for (hr_layer& layer : layers) {
+        layer.heads.ahead = window ? 20 : 1 << 30;
+        layer.gate_up = of_floats(kBF16, kInner, kHidden, 0.2f);
+        layer.gate_up_bias = layer.down_bias = norms.data();
+        layer.attention_sum_norm = layer.mlp_sum_norm = norms.data() + 600;
+    }
+    model.activation = (int32_t)(window ? Then::kErf : Then::kRelu);
+    model.centred = true;
+    model.added = model.embedding_norm = norms.data();
+    whole = run({90, 13}, {90, 13});
+    print("encoder", whole);
+    const std::vector<float> alone = run({90}, {90});
+    differ += std::memcmp(whole.data(), alone.data(), alone.size() * sizeof(float)) != 0;
 }
 
 void draws(void* engine) {

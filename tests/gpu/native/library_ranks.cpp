@@ -116,6 +116,7 @@ struct Own {
         model.final_norm = vector(1, kHidden);
         model.layers = layers.data(), model.num_layers = kLayers, model.hidden = kHidden;
         model.epsilon = 1e-5f, model.embedding_scale = 1, model.post_norms = post_norms;
+        model.activation = (int32_t)Then::kSiluMul;
         model.hidden_begin = rank * share(kHidden);
         model.inner_begin = rank * share(kInner), model.vocabulary_begin = rank * share(kVocabulary);
     }

@@ -129,7 +129,7 @@ class Pooled(Answer, kw_only=True):
 
     object: Literal["pooling"] = "pooling"
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[Any] | str
 
 
 class ScoreList(_List, kw_only=True):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from engine.errors import InvalidRequest
 from engine.messages import Pooling
 from protocol.body import ClientModel, OneOf, at_most, fail_fast
-from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
+from protocol.openai.completions import Inputs, Prompts, check_token_ids, prompt_list
 from protocol.openai.embeddings import EmbeddingRequest, PrefillRequest
 from protocol.request_fields import EngineRequest
 
@@ -63,19 +63,22 @@ class ScoringRequest(EngineRequest):
     """A request for scores. `raw_scores` are logits."""
 
     raw_scores: bool = False
+    truncate: bool = False  # as `truncate_prompt_tokens: -1`
 
     def to_prefill(self, token_ids: Sequence[int]) -> PrefillRequest:
-        """Return the request to the engine; `token_ids` are a decoder's tokens of the labels."""
-        names = PrefillRequest.model_fields.keys() & self.model_fields_set
-        fields = {name: getattr(self, name) for name in names}
-        return ScoringPrefill(**fields, logprob_token_ids=list(token_ids)) if token_ids else PrefillRequest(**fields)
+        """Return the request to the engine; `token_ids` are a decoder's tokens of the labels. Of a text for an encoder,
+        the end is cut off by default."""
+        fields: dict[str, Any] = {"truncate_prompt_tokens": -1} if self.truncate else {}
+        fields |= {name: getattr(self, name) for name in PrefillRequest.model_fields.keys() & self.model_fields_set}
+        if token_ids:
+            return ScoringPrefill(**fields, logprob_token_ids=list(token_ids))
+        return PrefillRequest(**{"truncation_side": "right"} | fields)
 
 
 class PairsRequest(ScoringRequest):
     """A request that scores pairs. Only the end of a text can be cut off."""
 
     truncation_side: Literal["right"] = "right"
-    truncate: bool = False  # as `truncate_prompt_tokens: -1`
     max_tokens_per_doc: int | None = Field(default=None, ge=1)
     instruction: str | None = None  # to the model, for those that read one
 
@@ -176,7 +179,7 @@ class ScoreRequest(PairsRequest):
 class ClassifyRequest(ScoringRequest):
     """The body of POST /v1/classify."""
 
-    input: Prompt
+    input: Inputs
     add_special_tokens: bool = True
 
     def inputs(self, vocab_size: int) -> Prompts:

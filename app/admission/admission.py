@@ -132,11 +132,13 @@ class QueueTicket:
         self.generates = True
         self._admission = admission
         self._count: CountTokens | None = None
+        self._taken = 0  # prompt tokens that count against the limits per minute
 
     def count_tokens(self, tokens: int) -> None:
         """Replace the estimated number of prompt tokens by the count. Must be called before any choice begins. Raises
         ApiError 429 for the tenant's limits per minute."""
         self._admission.rates.take(self.tenant, tokens)
+        self._taken = tokens
         if self.choices:
             self._admission.tokens.take(self.tenant.name, tokens - self.tokens)
             self.tokens = tokens
@@ -161,7 +163,8 @@ class QueueTicket:
 
     def leave(self) -> None:
         """Free the places and tokens that are still held, and end the running choices. Idempotent. Called at the end of
-        the request's scope."""
+        the request's scope. A request that was refused before the engine got it uses nothing of the limits per minute.
+        """
         if self.choices:
             self._admission.release(self, self.choices, self.tokens, started=False)
         while self.running:
@@ -169,6 +172,9 @@ class QueueTicket:
             self._admission.wait.end(self.tenant)
         if self._count is not None:
             self._admission.rates.leave(self.tenant, self._count)
+        elif self._taken:
+            self._admission.rates.give_back(self.tenant, self._taken)
+            self._taken = 0
 
 
 class Admission:

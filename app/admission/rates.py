@@ -39,6 +39,11 @@ class RateLimits:
         self._add(tenant, "requests", 1)
         self._add(tenant, "tokens", tokens)
 
+    def give_back(self, tenant: Tenant, tokens: int) -> None:
+        """Undo `take` of a request that was refused afterwards, for example because its prompt is too long."""
+        self._add(tenant, "requests", -1)
+        self._add(tenant, "tokens", -tokens)
+
     def check(self, tenant: Tenant, tokens: int = 1) -> None:
         """Raise ApiError 429 if a request with so many prompt tokens would exceed a limit of its tenant. A prompt that
         alone exceeds the limit is admitted when nothing counts as used."""

@@ -174,8 +174,12 @@ def test_in_the_queue_the_limit_comes_first_and_is_counted_when_the_prompt_is_kn
         ticket.count_tokens(30)
         with admission.queue(tenant, 1, 10, None) as second, pytest.raises(ApiError, match="requested 30"):
             second.count_tokens(30)
+        for _ in range(5):  # refused afterwards: the engine does not get them
+            with admission.queue(tenant, 1, 10, None) as second:
+                second.count_tokens(20)
         with admission.queue(tenant, 1, 10, None) as second:
             second.count_tokens(20)
+            second.attend(lambda: 0)
         with (
             pytest.raises(ApiError, match="on requests per minute: limit 2, used 2"),
             admission.queue(tenant, 1, 10, None),

@@ -47,6 +47,7 @@ def test_limits_hold_over_all_engines_and_are_told_in_headers(server: Server) ->
     assert {answer.headers[f"{WORDS}limit-requests"] for answer in answers} == {"4"}
     assert f"{WORDS}limit-tokens" not in answers[0].headers, "there is none"
     assert ask(server, "few-requests", temperature=-1).status_code == 400
+    assert ask(server, "few-requests", prompt=[5] * 5000).headers[f"{WORDS}remaining-requests"] == "1"  # too long
     assert ask(server, "few-requests", "/tokenize").headers[f"{WORDS}remaining-requests"] == "1"
     fourth = ask(server, "few-requests", stream=True)
     assert (fourth.status_code, fourth.headers[f"{WORDS}remaining-requests"]) == (200, "0")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cohere
 import numpy as np
 import pytest
 import torch
@@ -147,6 +148,26 @@ def test_scores_of_pairs(reranker: Server, reference: Reference) -> None:
     one = reranker.post("/v1/score", {"text_1": queries[0], "text_2": documents}).raise_for_status().json()["data"]
     logits = reference.log_odds([(queries[0], each) for each in documents])
     np.testing.assert_allclose([each["score"] for each in one], sigmoid(logits), atol=1e-4)
+
+
+def test_coheres_clients_read_the_answers(reranker: Server) -> None:
+    documents = texts(8, 30, seed=9)
+    expected = ranked(reranker, documents)["results"]
+    client = cohere.ClientV2(api_key="any", base_url=reranker.base_url)
+    found = client.rerank(model="Qwen3-Reranker-0.6B", query=QUERY, documents=documents, top_n=3)
+    assert [(each.index, each.relevance_score) for each in found.results] == [
+        (each["index"], each["relevance_score"]) for each in expected[:3]
+    ]
+    assert found.id is not None
+    assert found.meta is not None
+    old = cohere.Client(api_key="any", base_url=reranker.base_url)
+    shown = old.rerank(query=QUERY, documents=[{"text": each} for each in documents], return_documents=True).results
+    assert [each.document.text for each in shown if each.document] == [each["document"]["text"] for each in expected]
+    with pytest.raises(cohere.BadRequestError) as refused:
+        client.rerank(model="Qwen3-Reranker-0.6B", query=QUERY, documents=[])
+    assert "documents" in refused.value.body["message"]
+    with pytest.raises(cohere.NotFoundError):
+        client.rerank(model="rerank-v3.5", query=QUERY, documents=documents)
 
 
 def test_a_thousand_documents_are_ranked_in_bounded_memory(reranker: Server, reference: Reference) -> None:

@@ -39,6 +39,7 @@ from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_fr
 from gpu.checkpoint.hf_config import FULL, LINEAR, SLIDING, check_config, config_from_hf, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_rows import QuantizedRows
+from gpu.checkpoint.scorer import named_reranker
 from gpu.checkpoint.tensors import Weight, check_shapes, reordered, rows_of, sliced
 
 _PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -51,7 +52,8 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     shapes = ((name, _shape(tensor, part)) for name, tensor, part in _named(file, config))
     check_shapes(shapes, config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
-    pooling = f"{file.require('general.architecture', str)}.pooling_type"
+    architecture = file.require("general.architecture", str)
+    pooling = f"{architecture}.pooling_type"
     return ModelFiles(
         name=name,
         config=config,
@@ -60,6 +62,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         tensors=file,
         embedder=embedder_of_gguf(file.metadata.get(pooling), f"metadata {pooling}", path.name),
+        scorer=named_reranker(f"{name} {file.metadata.get('general.name')}", architecture),
         load_sampling=partial(default_sampling, file.metadata.get, GGUF_KEYS, path.name),
     )
 

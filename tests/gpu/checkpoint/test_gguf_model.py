@@ -34,6 +34,13 @@ def test_what_a_converter_wrote_is_read_back_under_its_own_names_and_in_its_own_
         np.testing.assert_array_equal(tensor.numpy(), weights[name], err_msg=name)
 
 
+def test_a_published_reranker_is_known_by_its_name(tmp_path):
+    for config, name, labels in ((QWEN3, "Qwen3-Reranker-0.6B-Q8_0", ("no", "yes")), (QWEN3, "m", ()), (TINY, "m", ())):
+        path = TinyGGUF(tmp_path / f"{name}.gguf", config).add_weights(random_weights(config)).save()
+        scorer = open_model(str(path)).scorer
+        assert (() if scorer is None else scorer.labels) == labels
+
+
 @pytest.mark.parametrize("quantization", ["F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
 def test_a_quantized_model_is_close_to_the_original_in_every_row(tmp_path, quantization):
     weights = random_weights(TINY)

@@ -188,6 +188,9 @@ OF_THE_ENGINE = tuple(takewhile(lambda name: name != "host", Settings.model_fiel
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
     "chat": Command.of(chat, add_flags=_add_chat_flags, in_help=OF_THE_ENGINE),
+    "run-batch": Command.at(
+        "app.commands.run_batch", "Answer a file of requests, without a server.", in_help=OF_THE_ENGINE
+    ),
     "pull": Command.of(pull, in_help=("model", "gguf_file", "load_format", "cache_dir")),
     "list": Command.of(list_models, in_help=("cache_dir",)),
     "config": Command.at(

@@ -478,7 +478,7 @@ class Settings(BaseSettings):
     files_max_age: int = Field(2_592_000, description="Seconds for which files are kept.", ge=1, le=2**31)
     files_bytes_per_tenant: ByteSize = Field(ByteSize(2048 * MIB), description="Limit of a tenant's files.", ge=MIB)
     max_file_bytes: ByteSize = Field(ByteSize(200_000_000), description="Largest uploaded file.", ge=1024)
-    max_batch_rows: int = Field(32, description="Limit of batches' rows that are answered at once.", ge=1, le=4096)
+    max_batch_rows: int = Field(16, description="Limit of batches' rows that are answered at once.", ge=1, le=4096)
     max_body_bytes: ByteSize | None = Field(
         None,
         description="Largest request body. Default: 4 MiB, and 64 bytes for each token of the context.",

@@ -15,7 +15,7 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -95,7 +95,8 @@ class BatchRows:
         return errors
 
     def open(self) -> None:
-        """Count the lines that are written already, and remove a line that is not whole."""
+        """Count the lines that are written already, and remove a line that is not whole. Raises ValueError for a file
+        with other lines."""
         for path in dict.fromkeys(self._paths):
             file = self._files[path] = append_to(path)
             end = 0
@@ -104,7 +105,13 @@ class BatchRows:
                     if line.endswith(b"\n"):
                         self._count(line)
                         end += len(line)
+                    elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                        raise ValueError("not a line of a batch")
             file.truncate(end)
+
+    @property
+    def num_written(self) -> int:
+        return self.counts.completed + self.counts.failed
 
     def next(self) -> Row | None:
         """Return the next row without an answer; None if there is none left."""
@@ -163,6 +170,9 @@ class BatchRows:
                     yield number, begun
 
 
+_BEGINNING = b'{"id":"batch_req_'  # of every line that is written
+
+
 def _new_id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
 
@@ -192,9 +202,9 @@ async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
 
 async def answer_rows(
     rows: BatchRows,
-    answer: Callable[[Row], Any],
+    answer: Callable[[Row], Awaitable[Answer]],
     limiter: CapacityLimiter,
-    saved: Callable[[], Any] = lambda: None,
+    saved: Callable[[], Awaitable[None]] | None = None,
 ) -> bool:
     """Answer all rows that are left, several at once. Return False after an answer with the status 0, which ends it
     early. `saved` is called about once a second while answers come."""
@@ -216,7 +226,7 @@ async def answer_rows(
             with anyio.CancelScope(shield=True):
                 async with turn:
                     await to_thread.run_sync(rows.write, row, answered)
-            if time.monotonic() - last > SAVE_SECONDS:
+            if saved is not None and time.monotonic() - last > SAVE_SECONDS:
                 last = time.monotonic()
                 await saved()
 
@@ -226,7 +236,7 @@ async def answer_rows(
     return not is_ending
 
 
-async def _answer_in_the_end(row: Row, answer: Callable[[Row], Any], limiter: CapacityLimiter) -> Answer:
+async def _answer_in_the_end(row: Row, answer: Callable[[Row], Awaitable[Answer]], limiter: CapacityLimiter) -> Answer:
     """Return the answer to a row, however often the server cannot take it."""
     wait = LEAST_WAIT
     while True:

@@ -237,7 +237,7 @@ class WrittenRow(msgspec.Struct):
     """A line that was written: the `custom_id` and the answer of its row."""
 
     custom_id: str
-    response: dict[str, Any] | None = None
+    response: dict[str, Any] | None
 
     @property
     def body(self) -> dict[str, Any]:

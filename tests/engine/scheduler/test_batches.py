@@ -44,8 +44,8 @@ def test_the_steps_of_a_request_are_those_that_it_has_alone(depth: int) -> None:
 
 
 @pytest.mark.parametrize("scarce", [{"max_num_seqs": 3}, {"num_blocks": 16}])
-def test_a_request_takes_slots_and_blocks_of_rows_at_once(scarce: dict[str, int]) -> None:
-    core = make_core(**{"max_num_seqs": 8, "num_blocks": 128, "block_size": 4, "max_model_len": 60} | scarce)
+def test_a_request_takes_slots_and_blocks_of_rows_at_once(scarce: dict[str, Any]) -> None:
+    core = make_core(**{"max_num_seqs": 8, "num_blocks": 128, "block_size": 4, "max_model_len": 60, **scarce})
     for number in range(3):
         core.add(row(f"row {number}", 12, priority=-(2**31 - 1)))
     for _ in range(8):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import anyio
 from anyio import to_thread
@@ -33,6 +33,7 @@ from app.http.hypercorn import (
 )
 from app.http.listening import Certificate, stop_listening
 from app.http.middleware import UPLOAD_PATH, Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
+from app.http.scope import Handler
 from app.observability.logs import configure_logging
 from app.routes import batches, generation, ollama, operations, pages, responses
 from app.routes.generation import dialect_handlers
@@ -41,6 +42,8 @@ from app.runtime import measure_lag
 from app.serving.batches import BatchRunner
 from app.serving.endpoint import Endpoint, refuse_with
 from app.serving.files import FileStore
+from app.serving.model_pool import ModelPool, PoolHandler
+from app.serving.model_server import ModelHandler
 from app.serving.process import Shutdown, keep_informed, reload_on_hangup
 from app.serving.server import Server, ServerHandler
 from engine.errors import ConfigError, HeadraceError
@@ -71,7 +74,8 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
     model is loaded and closed when the drain begins. `certificate` is read again at SIGHUP.
     """
     configure_logging(settings)
-    server = Server(settings, on_fatal=end_process)
+    server = Server(settings)
+    pool = ModelPool(server, on_fatal=end_process)
     shares_port = inherited or settings.reuse_port
     guard = ConnectionGuard(settings, server.longest_stalled_connection)
     refuse = refuse_with(server)
@@ -84,14 +88,26 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
 
     shutdown = Shutdown(partial(server.drain, leave_port if shares_port else None))
 
-    def route(
-        method: str, path: str, handler: ServerHandler, *, access: Access = Access.CLIENT, **options: bool
-    ) -> Route:
-        endpoint = Endpoint(server, path, partial(handler, server), access=access, **options)
-        return Route(path, endpoint, methods=[method])
+    def add(method: str, path: str, handler: Handler, **options: Any) -> Route:
+        return Route(path, Endpoint(server, path, handler, **options), methods=[method])
+
+    def route(method: str, path: str, handler: ServerHandler, **options: Any) -> Route:
+        return add(method, path, partial(handler, server), **options)
+
+    def pool_route(method: str, path: str, handler: PoolHandler, **options: Any) -> Route:
+        return add(method, path, partial(handler, pool), **options)
+
+    def model_route(method: str, path: str, handler: ModelHandler, *, streams: bool = False, **options: Any) -> Route:
+        return add(method, path, partial(pool.answer, handler, streams=streams), **options)
+
+    def query_route(method: str, path: str, handler: ModelHandler, **options: Any) -> Route:
+        return add(method, path, partial(pool.answer_query, handler), **options)
 
     open_route = partial(route, quiet=True, access=Access.OPEN)
+    probe = partial(pool_route, quiet=True, access=Access.OPEN)
     admin_route = partial(route, access=Access.ADMIN)
+    admin_pool_route = partial(pool_route, access=Access.ADMIN)
+    admin_query_route = partial(query_route, access=Access.ADMIN)
 
     async def answer_http_exception(request: Request, error: Exception) -> Response:
         # Starlette requires only that a response is an ASGI application.
@@ -107,13 +123,13 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         try:
             async with anyio.create_task_group() as task_group:
                 server.task_group = task_group
-                task_group.start_soon(server.run)
+                task_group.start_soon(pool.run)
                 task_group.start_soon(server.watch_requests)
                 task_group.start_soon(guard.watch)
                 task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
                 task_group.start_soon(shutdown.listen_for_signals)
-                task_group.start_soon(reload_on_hangup, server, certificate)
-                task_group.start_soon(keep_informed, server)
+                task_group.start_soon(reload_on_hangup, pool, certificate)
+                task_group.start_soon(keep_informed, pool)
                 if runner is not None:
                     task_group.start_soon(runner.run)
                 if shares_port:
@@ -130,52 +146,52 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         await to_thread.run_sync(server.tracer.close)
 
     routes = [
-        *(route("POST", path, handler) for path, handler in dialect_handlers()),
-        route("POST", "/v1/embeddings", generation.embeddings),
-        *(route("POST", path, handler) for path, handler in scoring_handlers()),
-        route("POST", "/tokenize", generation.tokenize),
-        route("POST", "/detokenize", generation.detokenize),
-        route("POST", "/v1/tokenize", generation.tokenize),
-        route("POST", "/v1/detokenize", generation.detokenize),
+        *(model_route("POST", path, handler, streams=True) for path, handler in dialect_handlers()),
+        model_route("POST", "/v1/embeddings", generation.embeddings),
+        *(model_route("POST", path, handler) for path, handler in scoring_handlers()),
+        model_route("POST", "/tokenize", generation.tokenize),
+        model_route("POST", "/detokenize", generation.detokenize),
+        model_route("POST", "/v1/tokenize", generation.tokenize),
+        model_route("POST", "/v1/detokenize", generation.detokenize),
         *(
-            [route("GET", "/tokenizer_info", generation.tokenizer_info)]
+            [query_route("GET", "/tokenizer_info", generation.tokenizer_info)]
             if settings.enable_tokenizer_info_endpoint
             else ()
         ),
-        route("POST", "/v1/responses", responses.create),
-        route("POST", "/v1/responses/input_tokens", responses.input_tokens),
+        model_route("POST", "/v1/responses", responses.create, streams=True),
+        model_route("POST", "/v1/responses/input_tokens", responses.input_tokens),
         route("GET", "/v1/responses/{id}", responses.retrieve),
         route("DELETE", "/v1/responses/{id}", responses.delete),
         route("POST", "/v1/responses/{id}/cancel", responses.cancel),
         route("GET", "/v1/responses/{id}/input_items", responses.input_items),
-        route("POST", "/api/chat", partial(ollama.answer, OllamaChatRequest)),
-        route("POST", "/api/generate", partial(ollama.answer, GenerateRequest)),
-        route("POST", "/api/embed", partial(ollama.embed, EmbedRequest)),
-        route("POST", "/api/embeddings", partial(ollama.embed, PromptEmbedRequest)),
-        route("GET", "/api/tags", ollama.tags),
-        route("GET", "/api/ps", ollama.loaded_models),
-        route("POST", "/api/show", ollama.show),
+        model_route("POST", "/api/chat", partial(ollama.answer, OllamaChatRequest)),
+        model_route("POST", "/api/generate", partial(ollama.answer, GenerateRequest)),
+        model_route("POST", "/api/embed", partial(ollama.embed, EmbedRequest)),
+        model_route("POST", "/api/embeddings", partial(ollama.embed, PromptEmbedRequest)),
+        pool_route("GET", "/api/tags", ollama.tags),
+        pool_route("GET", "/api/ps", ollama.loaded_models),
+        model_route("POST", "/api/show", ollama.show),
         route("GET", "/api/version", ollama.show_version, quiet=True),
-        admin_route("POST", "/api/pull", ollama.pull),
+        admin_pool_route("POST", "/api/pull", ollama.pull),
         route("GET", "/v1/requests/{id}/timeline", operations.timeline, quiet=True),
-        route("GET", "/v1/models", operations.list_models),
-        route("GET", "/v1/models/{id:path}", operations.show_model),
-        open_route("GET", "/livez", operations.livez),
-        open_route("GET", "/readyz", operations.readyz),
-        open_route("GET", "/startupz", operations.startupz),
-        open_route("GET", "/health", operations.health),
-        open_route("GET", "/ping", operations.health),
-        open_route("POST", "/ping", operations.health),
+        pool_route("GET", "/v1/models", operations.list_models),
+        pool_route("GET", "/v1/models/{id:path}", operations.show_model),
+        probe("GET", "/livez", operations.livez),
+        probe("GET", "/readyz", operations.readyz),
+        probe("GET", "/startupz", operations.startupz),
+        probe("GET", "/health", operations.health),
+        probe("GET", "/ping", operations.health),
+        probe("POST", "/ping", operations.health),
         route("GET", "/load", operations.load, quiet=True),
         route("GET", "/version", operations.show_version, quiet=True),
-        route("GET", "/metrics", operations.metrics, quiet=True, access=Access.CLIENT_OR_ADMIN),
-        route("GET", "/openapi.json", pages.openapi, quiet=True),
+        pool_route("GET", "/metrics", operations.metrics, quiet=True, access=Access.CLIENT_OR_ADMIN),
+        pool_route("GET", "/openapi.json", pages.openapi, quiet=True),
         open_route("GET", "/docs", pages.docs),
         open_route("GET", "/docs/files/{name}", pages.docs_file),
         open_route("GET", "/", pages.home),
         open_route("GET", "/dashboard", pages.page),
         open_route("GET", "/dashboard/files/{name}", pages.file),
-        admin_route("GET", "/dashboard/frames", partial(pages.frames, Feed(server))),
+        admin_route("GET", "/dashboard/frames", partial(pages.frames, Feed(pool))),
         admin_route("POST", "/dashboard/simulation", partial(pages.simulation, Simulator()), quiet=True),
     ]
     runner: BatchRunner | None = None
@@ -186,13 +202,13 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         routes += [route(*each) for each in batches.handlers(store, runner)]
     if server.tenants.administered:
         routes += [
-            admin_route("GET", "/server_info", operations.server_info, quiet=True),
-            admin_route("GET", "/engine_state", operations.engine_state, quiet=True),
-            admin_route("POST", "/reset_prefix_cache", operations.reset_prefix_cache),
+            admin_query_route("GET", "/server_info", operations.server_info, quiet=True),
+            admin_query_route("GET", "/engine_state", operations.engine_state, quiet=True),
+            admin_query_route("POST", "/reset_prefix_cache", operations.reset_prefix_cache),
             admin_route("POST", "/abort_requests", operations.abort_requests),
-            admin_route("POST", "/start_profile", operations.start_profile),
-            admin_route("POST", "/stop_profile", operations.stop_profile),
-            admin_route("POST", "/configure_logging", operations.configure_logging),
+            admin_query_route("POST", "/start_profile", operations.start_profile),
+            admin_query_route("POST", "/stop_profile", operations.stop_profile),
+            admin_pool_route("POST", "/configure_logging", operations.configure_logging),
         ]
     application = Starlette(
         routes=routes,
@@ -205,7 +221,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
-    application.state.server = server  # for Ray Serve
+    application.state.pool = pool  # for Ray Serve
     # A path with an extra slash is not found. Starlette would redirect to the address in the Host header.
     application.router.redirect_slashes = False
     return application

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _NAMES = list(Settings.model_fields)
-SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("host") :]) | {
+SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("models") :]) | {
     *("engine", "served_model_name", "check_model_name"),
 }
 """The settings that only a server reads."""

@@ -19,8 +19,8 @@ from starlette.applications import Starlette
 
 from app.application import create_app
 from app.config.sources import Given, check_settings, load_settings
+from app.serving.model_pool import ModelPool
 from app.serving.process import check_socket_settings
-from app.serving.server import Server
 from engine.child_main import end_when_stopped
 from engine.costs.table import StepCostTable
 from engine.routing.router import MAX_QUEUED_SECONDS, Router, wanted_engines
@@ -121,22 +121,23 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         application = create_app(load_settings(self._settings, spelled=_spelled))
-        self._server: Server = application.state.server
+        self._pool: ModelPool = application.state.pool
         return application
 
     async def check_health(self) -> None:
         """Raise RuntimeError if the engine makes no progress. Serve calls it before it sends the first request."""
-        await self._server.loaded.wait()
-        if not self._server.is_alive:
+        await self._pool.server.loaded.wait()
+        if not self._pool.is_alive:
             raise RuntimeError("the engine makes no progress")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metrics of `QueuedSeconds`."""
-        return {"queued_seconds": self._server.admission.queued_seconds, "running_share": self._server.running_share}
+        model = self._pool.current
+        return {"queued_seconds": model.admission.queued_seconds, "running_share": model.running_share}
 
     def record_routing_stats(self) -> dict[str, str]:
         """Return the step costs for `HeadraceRouter`."""
-        costs = self._server.admission.wait.costs
+        costs = self._pool.current.admission.wait.costs
         return {} if costs is None else {"step_costs": costs.to_json().decode()}
 
 

@@ -41,6 +41,15 @@ def available_memory(root: Path = _ROOT) -> int:
     return min(limits)
 
 
+def total_memory(root: Path = _ROOT) -> int:
+    """Return the bytes of the machine's memory, or of the smallest limit of a control group."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _cgroup_directories(root, "memory"):
+        found = (_read(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
+        limits += [int(limit) for limit in found if limit.isdigit()]
+    return min(limits)
+
+
 def processor_flags(root: Path = _ROOT) -> frozenset[str]:
     """Return the processor's features by their names in /proc/cpuinfo: "avx2", "avx512_bf16"."""
     for line in _read(root / "proc/cpuinfo").splitlines():

@@ -91,9 +91,11 @@ class Dialect:
 
     The app makes the handlers of `generation`, and of `counting`: paths that answer a body of a model with the number
     of its prompt's tokens. The handlers of `others` are in `app.routes`. `error_body` writes an error, given the
-    request's id, in the shape of `error_answer`; `request_id_header` is the dialect's header of that id, in addition to
-    ``x-request-id``. `more_roots` are further roots; one without routes still has the dialect's errors. At and below
-    `shared_roots`, which OpenAI's clients use too, a request with the header `client_header` is the dialect's.
+    request's id, in the shape of `error_answer`, and `error_event` writes it as the only event of a stream, for
+    dialects with streams that may begin with `keep_alive`. `request_id_header` is the dialect's header of that id, in
+    addition to ``x-request-id``. `more_roots` are further roots; one without routes still has the dialect's errors. At
+    and below `shared_roots`, which OpenAI's clients use too, a request with the header `client_header` is the
+    dialect's.
     `stream_type` is the content type of its streams; `keep_alive` is a part of one without effect.
     """
 
@@ -104,6 +106,7 @@ class Dialect:
     others: Sequence[Operation] = ()
     error_body: Callable[[ApiError, str | None], bytes] = _openai_error
     error_answer: type[Struct] = ErrorEnvelope
+    error_event: Callable[[ApiError, str | None], bytes] | None = None
     request_id_header: bytes | None = None
     shared_roots: Sequence[str] = ()
     client_header: str | None = None

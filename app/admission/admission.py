@@ -181,7 +181,8 @@ class Admission:
     """The accounting of the queue. Its limits count choices that wait for their first output, and their prompt tokens.
 
     `tenants` are all tenants of the server. `on_refused` is called at every refusal with 429. `on_waited` is called at
-    the first token of a request, with the seconds that it waited and the seconds that it was expected to wait.
+    the first token of a request, with the seconds that it waited and the seconds that it was expected to wait. Several
+    queues may share the tenants' `rates`.
     """
 
     def __init__(
@@ -191,10 +192,11 @@ class Admission:
         tenants: Collection[Tenant] = (ANONYMOUS,),
         clock: Clock = time.monotonic,
         on_waited: Callable[[float, float], None] = lambda waited, expected: None,
+        rates: RateLimits | None = None,
     ) -> None:
         self.clock = clock
         self.wait = ExpectedWait(settings, clock)
-        self.rates = RateLimits(clock, lambda kind: on_refused(Limit(f"{kind}_per_minute")))
+        self.rates = rates or RateLimits(clock, lambda kind: on_refused(Limit(f"{kind}_per_minute")))
         self._max_queue_time = settings.max_queue_time or math.inf
         # The expected length of all queued choices' answers, in typical answers, by tenant.
         self._answers: defaultdict[str, float] = defaultdict(float)

@@ -184,7 +184,7 @@ SHORT_FLAGS = {  # as vLLM has them
     "data_parallel_size": ("-dp",),
     "enable_expert_parallel": ("-ep",),
 }
-OF_THE_ENGINE = tuple(takewhile(lambda name: name != "host", Settings.model_fields))
+OF_THE_ENGINE = tuple(takewhile(lambda name: name != "models", Settings.model_fields))
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
     "chat": Command.of(chat, add_flags=_add_chat_flags, in_help=OF_THE_ENGINE),
@@ -263,6 +263,20 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _Several(_Once):
+    """Accept `--model` several times, for a server of several models."""
+
+    given: tuple[str, ...] = ()
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        is_next = values not in self.given and (len(self.given) > 1 or not hasattr(namespace, "models"))
+        if self.given and is_next:
+            namespace.models = json.dumps([*self.given, values])
+        else:
+            super().__call__(parser, namespace, values, option_string)
+        self.given = (*self.given, values)
+
+
 class _OnceOrNot(argparse.BooleanOptionalAction):
     """Accept one of ``--flag`` and ``--no-flag``, once."""
 
@@ -332,6 +346,8 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
         if name == "served_model_name":
             options["nargs"] = "+"
+        if name == "model" and "models" in in_help:
+            options["action"] = _Several
         if name not in in_help:
             options["help"] = argparse.SUPPRESS
         settings.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
@@ -367,6 +383,8 @@ def run(settings: Settings, *, given: Mapping[str, Given], only_given: bool) -> 
 
 
 def _toml(value: Any) -> str:
-    """Return a TOML value. JSON's form is TOML's, except for objects, which no setting has."""
+    """Return a TOML value. JSON's form is TOML's, except for objects."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(each)}" for key, each in value.items()) + "}"
     plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     return json.dumps(plain, ensure_ascii=False)

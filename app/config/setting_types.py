@@ -44,6 +44,17 @@ def _check_keys(keys: Iterable[SecretStr]) -> tuple[SecretStr, ...]:
     return checked
 
 
+def _as_tables(value: object) -> object:
+    """Read the tables of several models: an object by name, as JSON where it is text, or a list of models."""
+    if isinstance(value, str) and value.strip().startswith("{"):
+        value = json.loads(value)
+    names = _as_list(value)
+    if isinstance(names, list) and all(isinstance(each, str) for each in names):
+        return {each: {"model": each} for each in names}
+    return value
+
+
+Tables = Annotated[dict[str, dict[str, Any]], BeforeValidator(_as_tables)]
 StringList = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 UserPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]
 Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_as_list), AfterValidator(_check_keys)]

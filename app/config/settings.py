@@ -1,4 +1,4 @@
-"""Every setting, defined once: type, range, default, description, and the rules between settings.
+"""Every setting, defined once: type, range, default, description.
 
 1. The same fields make environment variables (`HEADRACE_MAX_NUM_SEQS`), keys of a TOML file (`max_num_seqs`) and flags
    (`--max-num-seqs`).
@@ -7,117 +7,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ByteSize, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from app.config.setting_types import Keys, StringList, UserPath, is_secret
+from app.config.rules import check_together
+from app.config.setting_types import Keys, StringList, Tables, UserPath, is_secret
 from engine.errors import HeadraceError
 from protocol.syntax.reasoning import ReasoningParser, ToolParser
-
-# -------------------------------------------------------------------------------------------------------- setting rules
-# The rules between settings. `Settings` checks each setting alone.
-
-
-def check_together(settings: Settings) -> None:
-    """Raise a ValueError that names the settings that exclude each other, and values that work."""
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least max_num_seqs "
-            f"({settings.max_num_seqs}), because every running request needs one token of each step. For example: "
-            f"max_num_batched_tokens = {max(512, settings.max_num_seqs)}"
-        )
-    for name in ("default_timeout", "default_ttft_timeout"):
-        if (seconds := getattr(settings, name)) is not None and seconds > settings.max_timeout:
-            raise ValueError(
-                f"{name} ({seconds:g}) must be at most max_timeout ({settings.max_timeout:g}), the longest that a "
-                f"request gets. What works: max_timeout = {seconds:g}, or a smaller {name}"
-            )
-    if settings.gguf_file is not None and ":" in settings.model:
-        raise ValueError(
-            f"gguf_file ({settings.gguf_file}) names a file of model, which names a quantization already "
-            f"({settings.model}). What works: model = {settings.model.partition(':')[0]}, or no gguf_file"
-        )
-    _check_hosts(settings)
-    _check_doors(settings)
-    _check_tiers(settings)
-    _check_ranks(settings)
-
-
-def _check_hosts(settings: Settings) -> None:
-    for name in settings.allowed_hosts:
-        if name != "*" and not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name):  # no Host header would match
-            raise ValueError(
-                f"allowed_hosts: got {name!r}; allowed: names of hosts, without scheme, port, path or pattern, or * "
-                "for every host. A value that works: llm.example.com"
-            )
-
-
-# As browsers write an origin: hosts are in ASCII, and the scheme's usual port is left out.
-_USUAL_PORT = "http://.*:80$|https://.*:443$"
-_ORIGIN = re.compile(rf"(?i:(?!{_USUAL_PORT})[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{{1,5}})?)")
-
-
-def _check_doors(settings: Settings) -> None:
-    for origin in settings.allowed_origins:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f"allowed_origins: got {origin!r}; allowed: scheme, host and port as browsers send them in Origin, "
-                "without a path, a pattern or the scheme's usual port, or * for every page. A value that works: "
-                "https://chat.example.com"
-            )
-    if settings.uds is not None and settings.reuse_port:
-        raise ValueError(
-            "reuse_port shares a port, and uds is a Unix socket, which one server has. What works: one of the two"
-        )
-
-
-def _check_tiers(settings: Settings) -> None:
-    keeps_blocks = settings.kv_cache_dir is not None or settings.kv_cache_ram
-    if keeps_blocks and not settings.enable_prefix_caching:
-        raise ValueError(
-            "kv_cache_dir and kv_cache_ram need the prefix cache, and enable_prefix_caching is false. "
-            "What works: enable_prefix_caching = true, or neither kv_cache_dir nor kv_cache_ram"
-        )
-    if keeps_blocks and settings.has_rank_processes:
-        raise ValueError(
-            "kv_cache_dir and kv_cache_ram need an engine without rank processes, and these settings ask for "
-            f"{settings.num_ranks}. What works: executor = uni with tensor_parallel_size = 1 and "
-            "pipeline_parallel_size = 1, or neither kv_cache_dir nor kv_cache_ram"
-        )
-    default = type(settings).model_fields["kv_cache_dir_size"].default
-    if settings.kv_cache_dir is None and settings.kv_cache_dir_size != default:
-        raise ValueError(
-            f"kv_cache_dir_size ({settings.kv_cache_dir_size.human_readable()}) limits kv_cache_dir, which is not set. "
-            "What works: kv_cache_dir = /var/cache/headrace/kv, or kv_cache_dir_size unset"
-        )
-
-
-def _check_ranks(settings: Settings) -> None:
-    least, most = settings.data_parallel_size, settings.max_data_parallel_size
-    if most is not None and (most < least or (settings.executor != "ray" and most > least)):
-        raise ValueError(
-            f"max_data_parallel_size ({most}) must be at least data_parallel_size ({least}), and more only on a "
-            f"Ray cluster; executor is {settings.executor}. What works: max_data_parallel_size = {least}"
-        )
-    if settings.executor == "uni" and settings.num_ranks > 1:
-        raise ValueError(
-            f"executor is uni, which computes in one process, and tensor_parallel_size "
-            f"({settings.tensor_parallel_size}) x pipeline_parallel_size ({settings.pipeline_parallel_size}) asks for "
-            f"{settings.num_ranks}. What works: executor = mp, or 1 for both"
-        )
-    if settings.enable_expert_parallel and settings.tensor_parallel_size == 1:
-        raise ValueError(
-            "enable_expert_parallel spreads experts over the processes of tensor_parallel_size, which is 1. What "
-            "works: tensor_parallel_size = 2, or enable_expert_parallel = false"
-        )
-
-
-# ------------------------------------------------------------------------------------------------------------- settings
-
 
 ENV_PREFIX = "HEADRACE_"
 MIB = 2**20
@@ -230,10 +129,7 @@ class Settings(BaseSettings):
         1, description="Ranks (processes; on CUDA devices) that share each layer of an engine.", ge=1, le=64
     )
     pipeline_parallel_size: int = Field(
-        1,
-        description="Stages, each of tensor_parallel_size ranks, that share the layers of an engine.",
-        ge=1,
-        le=64,
+        1, description="Stages, each of tensor_parallel_size ranks, that share the layers of an engine.", ge=1, le=64
     )
     enable_expert_parallel: bool = Field(
         False,
@@ -246,10 +142,7 @@ class Settings(BaseSettings):
         "Ray cluster. auto: uni, or mp if tensor_parallel_size or pipeline_parallel_size is above 1.",
     )
     max_model_len: int | None = Field(
-        None,
-        description="Longest prompt plus output, in tokens. Default: the model's limit.",
-        ge=1,
-        examples=[2048],
+        None, description="Longest prompt plus output, in tokens. Default: the model's limit.", ge=1, examples=[2048]
     )
     max_num_seqs: int = Field(64, description="Limit of requests that run at once.", ge=1, le=65536)
     max_num_batched_tokens: int = Field(
@@ -302,10 +195,7 @@ class Settings(BaseSettings):
         examples=["16GiB"],
     )
     gpu_memory_utilization: float = Field(
-        0.9,
-        description="Share of a CUDA device's memory to fill, unless kv_cache_memory is set.",
-        gt=0,
-        le=1,
+        0.9, description="Share of a CUDA device's memory to fill, unless kv_cache_memory is set.", gt=0, le=1
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     state_checkpoint_interval: int = Field(
@@ -321,6 +211,33 @@ class Settings(BaseSettings):
         ge=1,
         le=4096,
         examples=[2],
+    )
+
+    # Several models.
+    models: Tables = Field(
+        {},
+        description="Several models in one server, each loaded at its first request: a table for each, [models.NAME], "
+        "with its model and settings; elsewhere JSON, or models with commas between. Or repeat --model.",
+        examples=["smollm2-135m-instruct,Qwen/Qwen3-0.6B"],
+    )
+    models_dir: UserPath | None = Field(
+        None,
+        description="Folder whose GGUF files and checkpoint folders are models of this server, by their names. It is "
+        "read again for /v1/models and at SIGHUP.",
+        examples=["/srv/models"],
+    )
+    memory: ByteSize | None = Field(
+        None,
+        description="Memory for several models together: weights, KV caches and engines. In a model's table, for that "
+        "model: its KV cache takes what is left. Default: 80 % of the machine's or container's.",
+        ge=64 * MIB,
+        examples=["16GiB"],
+    )
+    pinned: bool = Field(
+        False, description="Of several models: load at the start and never unload. Usually in a model's table."
+    )
+    idle_unload: float = Field(
+        0.0, description="Of several models: seconds without a request until one is unloaded; 0: never.", ge=0, le=10**7
     )
 
     # The server.
@@ -424,11 +341,7 @@ class Settings(BaseSettings):
         30.0, description="Seconds of expected queueing beyond which a request is refused; 0: none.", ge=0, le=86400
     )
     default_timeout: float | None = Field(
-        None,
-        description="Timeout in seconds of requests that set none.",
-        ge=0.001,
-        le=86400,
-        examples=[600],
+        None, description="Timeout in seconds of requests that set none.", ge=0.001, le=86400, examples=[600]
     )
     default_ttft_timeout: float | None = Field(
         None,
@@ -487,10 +400,7 @@ class Settings(BaseSettings):
         examples=["16MiB"],
     )
     body_timeout: float = Field(
-        30.0,
-        description="Seconds in which a client must send a request's head, and then its body.",
-        ge=0.001,
-        le=86400,
+        30.0, description="Seconds in which a client must send a request's head, and then its body.", ge=0.001, le=86400
     )
     max_connections: int | None = Field(
         None,
@@ -553,6 +463,11 @@ class Settings(BaseSettings):
         if path.suffix.lower() == ".gguf":
             return (path.stem,)
         return (path.resolve().name,) if path.is_dir() else (self.model,)
+
+    @property
+    def has_several_models(self) -> bool:
+        """True if models are loaded and unloaded as requests ask for them; False for one that stays."""
+        return bool(self.models) or self.models_dir is not None
 
     @property
     def num_ranks(self) -> int:

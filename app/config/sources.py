@@ -23,6 +23,7 @@ from pydantic_settings import EnvSettingsSource
 
 from app.config.setting_types import has_password, is_secret, without_none
 from app.config.settings import ENV_PREFIX, Settings, SettingsError
+from app.config.several import check_models
 
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 
@@ -65,7 +66,7 @@ def given_settings(
 def check_settings(given: Mapping[str, Given]) -> Settings:
     """Make `Settings` of values. Raises a `SettingsError` with a line for each wrong one."""
     try:
-        return Settings(**{name: entry.value for name, entry in given.items()})
+        return check_models(Settings(**{name: entry.value for name, entry in given.items()}))
     except ValidationError as error:
         # `from None`, because pydantic's message shows values, which may be keys.
         raise SettingsError("\n".join(_explain(problem, given) for problem in error.errors())) from None
@@ -105,6 +106,8 @@ def allowed_values(field: FieldInfo) -> str:
         return f"text that matches {pattern}"
     if is_secret(field):
         return "one or more keys, comma-separated or a JSON array, none of them empty or with blanks around it"
+    if get_origin(annotation) is dict:
+        return "a table for each model, JSON, or a comma-separated list of models"
     return "a comma-separated list or a JSON array" if get_origin(annotation) is tuple else "text that is not empty"
 
 

@@ -16,7 +16,8 @@ from anyio import WouldBlock
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from app.observability.frames import MOST_REQUESTS, Service, make_frame
-from app.serving.server import Server, ServerPhase
+from app.serving.model_pool import ModelPool
+from app.serving.server import ServerPhase
 from engine.commands import GetSnapshot
 from engine.errors import HeadraceError
 from protocol.errors import ApiError
@@ -30,8 +31,8 @@ MAX_BEHIND = 16  # unread frames of a page
 class Feed:
     """The pages' live feed. Owned by the server's event loop."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, pool: ModelPool) -> None:
+        self._pool = pool
         self._pages: set[MemoryObjectSendStream[bytes]] = set()
         self._is_running = False
 
@@ -39,14 +40,14 @@ class Feed:
     def page(self) -> Iterator[MemoryObjectReceiveStream[bytes]]:
         """Provide server-sent events, each a frame of one engine, until the server stops. Raises ApiError 429, and
         503 while there is no engine."""
-        _ = self._server.model
+        _ = self._pool.model
         if len(self._pages) == MAX_PAGES and not self._drop_unread():
             raise ApiError(429, f"{MAX_PAGES} dashboards are open already; close one.", code="too_many_pages")
         send, receive = anyio.create_memory_object_stream[bytes](MAX_BEHIND)
         self._pages.add(send)
         if not self._is_running:
             self._is_running = True
-            self._server.start_soon(self._run)
+            self._pool.server.start_soon(self._run)
         try:
             yield receive
         finally:
@@ -69,13 +70,14 @@ class Feed:
 
         latest: dict[int, int] = {}  # by engine: the last step that was sent
         after = 0.0
-        self._server.metrics.take_recent()  # drop events from before
-        while self._pages and self._server.phase is ServerPhase.READY:
+        self._pool.current.metrics.take_recent()  # drop events from before
+        while self._pages and self._pool.server.phase is ServerPhase.READY:
             try:
-                snapshots = await self._server.model.llm.query(GetSnapshot(after, MOST_REQUESTS))
+                model = self._pool.current
+                snapshots = await model.model.llm.query(GetSnapshot(after, MOST_REQUESTS))
             except (HeadraceError, ApiError):
                 break
-            first_tokens, refused = self._server.metrics.take_recent()
+            first_tokens, refused = model.metrics.take_recent()
             service: Service | None = {"first_tokens": first_tokens, "refused": refused}
             for engine, state in snapshots.items():
                 # A restarted engine counts from 0.

@@ -73,7 +73,7 @@ class RequestScope:
         *("_shield", "_task_group", "answer_id", "arrival_time", "blocked", "body", "client_gone"),
         *("blocked_seconds", "error_status", "marks", "span", "transcript"),
         *("connection", "error_code", "error_param", "headers", "http_version", "method", "outputs", "path"),
-        *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
+        *("asgi_scope", "follows_another", "model", "query_string", "received_time", "request_id", "status", "tenant"),
         *("is_batch", "path_params", "reads_body", "tenant_headers", "warning"),
     )
 
@@ -94,6 +94,7 @@ class RequestScope:
         self.marks = [(Phase.RECEIVE, self.arrival_time)]  # phases before the engine's, with the time they began
         self.span: Span | None = None  # if requests are traced
         self.transcript: Transcript | None = None
+        self.model: str | None = None  # the served name of its model, once that is known
         self.body = b""
         self.status: int | None = None
         self.client_gone = False

@@ -84,15 +84,19 @@ class Metrics(Observer):
     `tenant`, one of `tenants`. docs/metrics.md lists them.
     """
 
-    def __init__(self, model_name: str, *, prefix: str = "vllm:", tenants: Iterable[str] = ("",)) -> None:
+    _loop_hold: WeightedHistogram
+
+    def __init__(
+        self, model_name: str, *, prefix: str = "vllm:", tenants: Iterable[str] = ("",), whole: Metrics | None = None
+    ) -> None:
+        """`whole` are the figures of a server of several models: then these are of one of them."""
         disable_created_metrics()  # a second series per counter
         self._registry = CollectorRegistry()
+        self._prefix = prefix
+        self._models: list[Metrics] = []
+        self.name = model_name
         self._recent_first_tokens: deque[float] = deque(maxlen=1024)
         self._recent_rejections: Tally[str] = Tally()
-
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
 
         labels = ("model_name", "engine")
         values = (model_name, "0")
@@ -118,11 +122,6 @@ class Metrics(Observer):
         self._cache_config = partial(
             CacheConfigCollector, prefix + "cache_config_info", dict(zip(labels, values, strict=True))
         )
-        # For gateways that route by adapter; no adapters are served here.
-        text = "LoRA adapters that requests run with or wait for, as labels; the value is a Unix time."
-        adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        lora = Gauge(prefix + "lora_requests_info", text, adapters, registry=self._registry)
-        lora.labels("0", "", "").set_to_current_time()
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self._generation_tokens = counter("generation_tokens", "Tokens that were generated for accepted requests.")
         self._cache_queries = counter(
@@ -162,31 +161,13 @@ class Metrics(Observer):
         text = "Requests that were refused with 429, by the limit that refused them."
         self._rejections = by("reason", "admission_rejections", text, Limit)
         # Not vLLM's, so they have a name of their own whatever the prefix is.
-        text = "How late the event loop woke a task that slept for 50 ms."
-        self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
-        text = "Processor time for which a request, or a delivery of outputs, held the event loop without a break."
-        self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Estimated seconds until all waiting requests have their first token."
         self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
         text = "Seconds for which the engine has had work and made no step."
         self._stalled_seconds = Gauge("headrace:engine_stalled_seconds", text, registry=self._registry)
-        text = "1 for the server's phase: starting, ready, leaving, stopping or failed."
-        self._phase = Gauge("headrace:phase", text, ("phase",), registry=self._registry)
         text = "Wait of a request for its first token minus the expected wait."
         error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
         self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
-        self._by_tenant = CollectorRegistry()
-        text = "Requests of a tenant that were answered, by status class; 429 (refused) has one of its own."
-        self._tenant_requests = Counter(
-            "headrace:tenant_requests", text, ("tenant", "status"), registry=self._by_tenant
-        )
-        text = "Tokens of a tenant's requests that ended."
-        self._tenant_tokens = Counter("headrace:tenant_tokens", text, ("tenant", "kind"), registry=self._by_tenant)
-        self._tenants: dict[str, tuple[dict[str, Counter], Counter, Counter]] = {}
-        self._waiting_of: Callable[[str], int] = lambda tenant: 0
-        text = "Choices of a tenant that wait for their first token."
-        self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._by_tenant)
-        self.set_tenants(tenants)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
@@ -214,14 +195,53 @@ class Metrics(Observer):
         text = "Requests with tools that this server does not support, by the type of tool."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
+        if whole is not None:
+            self._loop_hold = whole._loop_hold
+        else:
+            self._shared = CollectorRegistry()
+            self._make_shared(tenants)
+
+    def of_model(self, name: str) -> Metrics:
+        """Return the figures of one of several models, which `render` writes with these."""
+        self._models.append(Metrics(name, prefix=self._prefix, whole=self))
+        return self._models[-1]
+
+    def _make_shared(self, tenants: Iterable[str]) -> None:
+        """Make the series of the whole server, which belong to no model."""
+        ProcessCollector(registry=self._shared)
+        PlatformCollector(registry=self._shared)
+        GCCollector(registry=self._shared)
+        # For gateways that route by adapter; no adapters are served here.
+        text = "LoRA adapters that requests run with or wait for, as labels; the value is a Unix time."
+        adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        lora = Gauge(self._prefix + "lora_requests_info", text, adapters, registry=self._shared)
+        lora.labels("0", "", "").set_to_current_time()
+        text = "How late the event loop woke a task that slept for 50 ms."
+        self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._shared, LOOP_BUCKETS)
+        text = "Processor time for which a request, or a delivery of outputs, held the event loop without a break."
+        self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._shared, LOOP_BUCKETS)
+        text = "1 for the server's phase: starting, ready, leaving, stopping or failed."
+        self._phase = Gauge("headrace:phase", text, ("phase",), registry=self._shared)
+        self._by_tenant = CollectorRegistry()
+        text = "Requests of a tenant that were answered, by status class; 429 (refused) has one of its own."
+        self._tenant_requests = Counter(
+            "headrace:tenant_requests", text, ("tenant", "status"), registry=self._by_tenant
+        )
+        text = "Tokens of a tenant's requests that ended."
+        self._tenant_tokens = Counter("headrace:tenant_tokens", text, ("tenant", "kind"), registry=self._by_tenant)
+        self._tenants: dict[str, tuple[dict[str, Counter], Counter, Counter]] = {}
+        self._waiting_of: Callable[[str], int] = lambda tenant: 0
+        text = "Choices of a tenant that wait for their first token."
+        self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._by_tenant)
+        self.set_tenants(tenants)
         text = "Sampled traces that did not reach the collector, by reason."
-        lost = Counter("headrace:lost_traces", text, ("reason",), registry=self._registry)
+        lost = Counter("headrace:lost_traces", text, ("reason",), registry=self._shared)
         self._lost_traces = {reason: lost.labels(reason) for reason in get_args(Loss)}
         self._http = Counter(
             "http_requests",
             "HTTP requests by route, method and status class.",
             ("handler", "method", "status"),
-            registry=self._registry,
+            registry=self._shared,
         )
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
@@ -384,7 +404,26 @@ class Metrics(Observer):
 
     def render(self, *, by_tenant: bool = True) -> bytes:
         """Return the body of `/metrics`, of type `CONTENT_TYPE`, with the tenants' series if `by_tenant`."""
-        return generate_latest(self._registry) + (generate_latest(self._by_tenant) if by_tenant else b"")
+        models: Any = _SeveralModels({each.name: each._registry for each in self._models}) if self._models else None
+        page = generate_latest(self._shared) + generate_latest(models or self._registry)
+        return page + (generate_latest(self._by_tenant) if by_tenant else b"")
+
+
+class _SeveralModels:
+    """The series of several models as one registry: each family once, with the name of the model as a label."""
+
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for name, registry in self._registries.items():
+            for found in registry.collect():
+                merged = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                merged.samples += [
+                    sample._replace(labels={"model_name": name, **sample.labels}) for sample in found.samples
+                ]
+        return families.values()
 
 
 # ------------------------------------------------------------------------------------------------------ routing metrics

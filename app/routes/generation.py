@@ -21,7 +21,7 @@ from app.serving.generation import (
     parse,
     warn_of_left_out,
 )
-from app.serving.server import Server, ServerHandler
+from app.serving.model_server import ModelHandler, ModelServer
 from engine.messages import Pooling
 from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, Tokens, encode
 from protocol.body import parse_body
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from app.serving.prompts import Prompts
 
 
-def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
+def dialect_handlers() -> Iterator[tuple[str, ModelHandler]]:
     """Yield the paths of the dialects with their POST handlers."""
     for dialect in DIALECTS:
         for generation in dialect.generation:
@@ -45,7 +45,7 @@ def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
             yield path, partial(_count, model)
 
 
-async def _answer(route: GenerationRoute[Any], server: Server, request: RequestScope) -> None:
+async def _answer(route: GenerationRoute[Any], server: ModelServer, request: RequestScope) -> None:
     given, body = await _translated(server, request, route.request)
     body.check_template_kwargs(server.settings.template_kwargs)
     head = new_head(server, request, route.id_prefix, given.model, body.request_id)
@@ -59,7 +59,7 @@ async def _answer(route: GenerationRoute[Any], server: Server, request: RequestS
     await generate(server, request, task)
 
 
-async def _count(model: type[RequestFields], server: Server, request: RequestScope) -> None:
+async def _count(model: type[RequestFields], server: ModelServer, request: RequestScope) -> None:
     given, body = await _translated(server, request, model)
     server.check_model_name(given.model)
     assert isinstance(body, ChatCompletionRequest)
@@ -67,13 +67,13 @@ async def _count(model: type[RequestFields], server: Server, request: RequestSco
 
 
 async def _translated(
-    server: Server, request: RequestScope, model: type[RequestFields]
+    server: ModelServer, request: RequestScope, model: type[RequestFields]
 ) -> tuple[RequestFields, GenerationRequest]:
     given = await parse(server, model, request)
     return given, await translated(server, request, given)
 
 
-async def translated(server: Server, request: RequestScope, given: RequestFields) -> GenerationRequest:
+async def translated(server: ModelServer, request: RequestScope, given: RequestFields) -> GenerationRequest:
     """Return the request in the server's own form, and set the header that names fields without effect."""
     defaults = server.model.default_sampling
 
@@ -92,7 +92,7 @@ async def translated(server: Server, request: RequestScope, given: RequestFields
 # Tokenization and /tokenizer_info, which need the tokenizer and no engine.
 
 
-async def tokenize(server: Server, request: RequestScope) -> None:
+async def tokenize(server: ModelServer, request: RequestScope) -> None:
     """POST /tokenize: the token ids of a text, or of a conversation in the chat template's form."""
     body = await server.workload.read(request, lambda: parse_tokenize(request.body))
     await warn_of_left_out(server, request, body, body)
@@ -114,13 +114,13 @@ async def tokenize(server: Server, request: RequestScope) -> None:
     await request.send_json(200, await server.workload.write(len(token_ids), write))
 
 
-async def tokenizer_info(server: Server, request: RequestScope) -> None:
+async def tokenizer_info(server: ModelServer, request: RequestScope) -> None:
     """GET /tokenizer_info, if the setting `enable_tokenizer_info_endpoint` is on."""
     info = server.model.tokenizer_info
     await request.send_json(200, await to_thread.run_sync(orjson.dumps, info))  # it may list very many tokens
 
 
-async def detokenize(server: Server, request: RequestScope) -> None:
+async def detokenize(server: ModelServer, request: RequestScope) -> None:
     """POST /detokenize: the text of token ids."""
     body = await server.workload.read(request, lambda: parse_body(DetokenizeRequest, request.body))
     server.check_model_name(body.model)
@@ -136,7 +136,7 @@ async def detokenize(server: Server, request: RequestScope) -> None:
 # ----------------------------------------------------------------------------------------------------------- embeddings
 
 
-async def embeddings(server: Server, request: RequestScope) -> None:
+async def embeddings(server: ModelServer, request: RequestScope) -> None:
     """Answer an embeddings request: embed every input, each as a request to the engine that generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
     await warn_of_left_out(server, request, body)
@@ -144,7 +144,10 @@ async def embeddings(server: Server, request: RequestScope) -> None:
 
 
 async def embed(
-    server: Server, request: RequestScope, body: EmbeddingRequest, body_writer: Callable[[AnswerContext], BodyWriter]
+    server: ModelServer,
+    request: RequestScope,
+    body: EmbeddingRequest,
+    body_writer: Callable[[AnswerContext], BodyWriter],
 ) -> None:
     """Embed every input, and answer with the writer's body."""
     model = server.model

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import orjson
@@ -16,7 +17,10 @@ from app.http.scope import RequestScope
 from app.routes import generation
 from app.routes.generation import translated
 from app.serving.generation import GenerationTask, generate, new_head, parse, warn_of_left_out
-from app.serving.server import ServedModel, Server
+from app.serving.model_policy import ModelState
+from app.serving.model_pool import ModelPool
+from app.serving.model_server import ModelServer
+from app.serving.server import Server
 from protocol.answers import Version, encode
 from protocol.body import parse_body
 from protocol.errors import ApiError
@@ -32,16 +36,18 @@ from protocol.ollama.output import (
     vectors_body,
 )
 from protocol.ollama.requests import OPTION_NAMES, EmbedRequest, NamedModelRequest, OllamaRequest
-from protocol.openai.dialect import find_model
 from protocol.tools.unsupported import IgnoredParts
 
+if TYPE_CHECKING:
+    from gpu.checkpoint import ModelFiles
 
-async def answer(kind: type[OllamaRequest], server: Server, request: RequestScope) -> None:
+
+async def answer(kind: type[OllamaRequest], server: ModelServer, request: RequestScope) -> None:
     """POST /api/chat and /api/generate: lines, or with `stream` false an object. Without a prompt, load the model."""
     given = await parse(server, kind, request)
     model, name = server.model, server.check_model_name(given.model)
     given.check_model(model.engine_info.max_model_len, can_think=model.prompts.syntax.can_think)
-    _keep(given.keep_alive, request)
+    _keep(given.keep_alive, server, request)
     if given.only_loads:
         await warn_of_left_out(server, request, given)
         await request.send_json(200, load_body(given, name, time.time(), "load"))
@@ -59,12 +65,12 @@ async def answer(kind: type[OllamaRequest], server: Server, request: RequestScop
     await generate(server, request, task)
 
 
-async def embed(kind: type[EmbedRequest], server: Server, request: RequestScope) -> None:
+async def embed(kind: type[EmbedRequest], server: ModelServer, request: RequestScope) -> None:
     """POST /api/embed and /api/embeddings."""
     given = await parse(server, kind, request)
     name = server.check_model_name(given.model)
     given.options.check_context(server.model.engine_info.max_model_len)
-    _keep(given.keep_alive, request)
+    _keep(given.keep_alive, server, request)
     await warn_of_left_out(server, request, given)
     if not given.texts:
         await request.send_json(200, vectors_body(given, name))
@@ -72,11 +78,15 @@ async def embed(kind: type[EmbedRequest], server: Server, request: RequestScope)
     await generation.embed(server, request, given.translate(), partial(VectorsWriter, given))
 
 
-def _keep(seconds: float | None, request: RequestScope) -> None:
-    """Obey `keep_alive`, as far as one model can: it is never unloaded."""
-    if seconds == 0:
+def _keep(seconds: float | None, server: ModelServer, request: RequestScope) -> None:
+    """Obey `keep_alive`: unload the model after so long without a request, as far as it is one of several."""
+    if seconds is None:
+        return
+    if server.server.settings.has_several_models:
+        server.idle_unload = seconds if seconds >= 0 else math.inf
+    elif seconds == 0:
         raise ApiError(400, "keep_alive must not be 0: this server serves one model, and keeps it.", param="keep_alive")
-    if seconds is not None and seconds > 0:
+    elif seconds > 0:
         request.warn(IgnoredParts(fields=("keep_alive",)).warning())
 
 
@@ -86,31 +96,39 @@ def _keep(seconds: float | None, request: RequestScope) -> None:
 FOR_EVER = "9999-12-31T23:59:59Z"
 
 
-async def tags(server: Server, request: RequestScope) -> None:
+async def tags(pool: ModelPool, request: RequestScope) -> None:
     """GET /api/tags: all served models."""
-    await _list(server, request)
+    await pool.refresh()
+    await _list(pool.models if pool.only is None else [pool.only], request)
 
 
-async def loaded_models(server: Server, request: RequestScope) -> None:
+async def loaded_models(pool: ModelPool, request: RequestScope) -> None:
     """GET /api/ps: the models in memory."""
-    info = server.model.engine_info
-    on_gpu = {"size_vram": 0} if info.facts.compute_form.startswith("cpu") else {}
-    await _list(server, request, expires_at=FOR_EVER, context_length=info.max_model_len, **on_gpu)
+    loaded = [each for each in pool.models if each.state is ModelState.LOADED]
+    await _list([pool.only] if pool.only is not None else loaded, request, in_memory=True)
 
 
-async def _list(server: Server, request: RequestScope, **more: Any) -> None:
-    facts = await to_thread.run_sync(_facts, server.model)
-    names = (name if ":" in name.rpartition("/")[2] else f"{name}:latest" for name in server.settings.model_names)
-    models = [{"name": name, "model": name, **facts, "size_vram": facts["size"], **more} for name in names]
-    await request.send_json(200, orjson.dumps({"models": models}))
+async def _list(models: Iterable[ModelServer], request: RequestScope, *, in_memory: bool = False) -> None:
+    shown = []
+    for each in models:
+        facts = await _facts_of(each)
+        more: dict[str, Any] = {"size_vram": facts["size"]}
+        if in_memory:
+            info = each.model.engine_info
+            more |= {"expires_at": FOR_EVER, "context_length": info.max_model_len}
+            more |= {"size_vram": 0} if info.facts.compute_form.startswith("cpu") else {}
+        for name in each.settings.model_names:
+            tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+            shown.append({"name": tagged, "model": tagged, **facts, **more})
+    await request.send_json(200, orjson.dumps({"models": shown}))
 
 
-async def show(server: Server, request: RequestScope) -> None:
+async def show(server: ModelServer, request: RequestScope) -> None:
     """POST /api/show: one model."""
     given = await parse(server, NamedModelRequest, request)
-    find_model(given.named, server.settings.model_names)
+    server.check_model_name(given.named)
     model, config = server.model, server.model.files.config
-    facts = await to_thread.run_sync(_facts, model)
+    facts = await _facts_of(server)
     family = facts["details"]["family"]
     numbers = {
         "context_length": model.engine_info.max_model_len,
@@ -139,11 +157,27 @@ async def show_version(server: Server, request: RequestScope) -> None:
     await request.send_json(200, encode(Version(OLLAMA_VERSION)))
 
 
-def _facts(model: ServedModel) -> dict[str, Any]:
+async def _facts_of(model: ModelServer) -> dict[str, Any]:
+    """Return what lists show of a model; little, if it was not loaded yet and is not on this machine."""
+    from app.serving.loading import open_files
+    from gpu.checkpoint import EMBEDDED_MODEL
+
+    if model.facts is None:
+        source = model.settings.model_source
+        is_loaded = model.state is ModelState.LOADED or not model.server.settings.has_several_models
+        is_here = source == EMBEDDED_MODEL or await (await anyio.Path(source).expanduser()).exists()
+        if not is_loaded and not is_here:
+            return {"size": 0, "digest": "", "modified_at": timestamp(0.0), "details": {}}
+        files = model.model.files if is_loaded else await to_thread.run_sync(open_files, model.settings, None)
+        model.facts = await to_thread.run_sync(_facts, files)
+    return model.facts
+
+
+def _facts(files: ModelFiles) -> dict[str, Any]:
     """Return what lists show of a model. Reads parts of its files."""
     from gpu.checkpoint import model_digest, weight_paths
 
-    files, count = model.files, model.files.num_parameters
+    count = files.num_parameters
     states = [path.stat() for path in weight_paths(files)]
     family = re.sub(r"For[A-Z]\w+$", "", files.config.architecture).lower()
     return {
@@ -169,10 +203,11 @@ _LOOK_EVERY = 0.25  # seconds
 _PREFIX = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 
 
-async def pull(server: Server, request: RequestScope) -> None:
+async def pull(pool: ModelPool, request: RequestScope) -> None:
     """POST /api/pull: fetch a model of the hub, with lines of its progress. A model that is served is there already."""
     from gpu.checkpoint import ModelError, fetch_repository
 
+    server = pool.server
     given = await server.workload.read(request, lambda: parse_body(NamedModelRequest, request.body))
     name = _PREFIX.sub("", given.named).removesuffix(":latest")
     ended = anyio.Event()
@@ -187,7 +222,7 @@ async def pull(server: Server, request: RequestScope) -> None:
 
     async def fetch() -> None:
         try:
-            if name not in server.settings.model_names:
+            if name not in pool.names:
                 await to_thread.run_sync(fetch_repository, name, report, abandon_on_cancel=True, limiter=_PULLS)
         except ModelError as error:
             failed.append(ApiError(400, str(error), param="model"))

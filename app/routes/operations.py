@@ -18,12 +18,15 @@ from app.config.engine import describe
 from app.http.scope import RequestScope
 from app.observability.logs import change_level
 from app.observability.metrics import CONTENT_TYPE
-from app.serving.generation import parse
+from app.serving.model_policy import ModelState
+from app.serving.model_pool import ModelPool
+from app.serving.model_server import ModelServer
 from app.serving.server import Server, ServerPhase
 from engine.commands import GetSnapshot, Profile, ResetPrefixCache, SetLogLevel, StartProfile, StopProfile
 from protocol import answers
 from protocol.answers import encode
 from protocol.anthropic.dialect import ANTHROPIC, model_info, model_page
+from protocol.body import parse_body
 from protocol.errors import ApiError
 from protocol.openai.answers import ModelCard, ModelList
 from protocol.openai.dialect import find_model
@@ -31,11 +34,13 @@ from protocol.registry import AbortRequest, ConfigureLogging
 
 T = TypeVar("T")
 
+NO_CARD: dict[str, Any] = {"root": None, "max_model_len": None, "default_parameters": {}, "chat_parameters": {}}
+
 PROFILED_STEPS, MOST_PROFILED_STEPS = 100, 1000
 ANSWER_SECONDS = 10.0  # the time that an engine has to end its step and answer
 
 
-async def server_info(server: Server, request: RequestScope) -> None:
+async def server_info(server: ModelServer, request: RequestScope) -> None:
     """GET /server_info: the version, model, engine info, settings and load."""
     model = server.model
     info = {
@@ -47,7 +52,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
         "embedding_size": model.embedding_size,
         "default_sampling_params": model.default_sampling,
         "tool_syntax": model.prompts.syntax.name,
-        "requests_in_flight": server.num_open_requests,
+        "requests_in_flight": server.server.num_open_requests,
         "queued_seconds": server.admission.queued_seconds,
     }
     stats = model.llm.last_stats
@@ -58,7 +63,7 @@ async def server_info(server: Server, request: RequestScope) -> None:
     await request.send_json(200, orjson.dumps(info))
 
 
-async def engine_state(server: Server, request: RequestScope) -> None:
+async def engine_state(server: ModelServer, request: RequestScope) -> None:
     """GET /engine_state: a snapshot of each engine: requests, blocks and latest steps."""
     engines = await _in_time(server.model.llm.query(GetSnapshot()))
     await request.send_json(200, encode(answers.EngineState(cast(Any, engines))))
@@ -70,7 +75,7 @@ async def _in_time(answers: Awaitable[T]) -> T:
     raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s. Try again later.")
 
 
-async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
+async def reset_prefix_cache(server: ModelServer, request: RequestScope) -> None:
     """POST /reset_prefix_cache, for measurements that must begin cold. Raises ApiError 400 for `reset_external`."""
     if request.query().get("reset_external", ["false"])[-1].lower() not in ("false", "0"):
         raise ApiError(
@@ -85,12 +90,12 @@ async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
 
 async def abort_requests(server: Server, request: RequestScope) -> None:
     """POST /abort_requests: end requests of any tenant by their ids. Unknown ids are ignored."""
-    body = await parse(server, AbortRequest, request)
+    body = await server.workload.read(request, lambda: parse_body(AbortRequest, request.body))
     aborted = server.abort(frozenset(body.request_ids), but=request)
     await request.send_json(200, encode(answers.Aborted(aborted)))
 
 
-async def start_profile(server: Server, request: RequestScope) -> None:
+async def start_profile(server: ModelServer, request: RequestScope) -> None:
     """POST /start_profile?num_steps=100: profile the next steps of each engine. The body is ignored: benchmarks of
     other servers send their first prompt. Raises ApiError 400 for a wrong number of steps."""
     given = request.query().get("num_steps", [str(PROFILED_STEPS)])[-1]
@@ -105,7 +110,7 @@ async def start_profile(server: Server, request: RequestScope) -> None:
     await request.send_json(200, encode(answers.Success(True)))
 
 
-async def stop_profile(server: Server, request: RequestScope) -> None:
+async def stop_profile(server: ModelServer, request: RequestScope) -> None:
     """POST /stop_profile: the profile as a Chrome trace. Raises ApiError 409 if it is empty or too large."""
     profiles = await _in_time(server.model.llm.query(StopProfile()))
     if not any(profile.num_steps for profile in profiles.values()):
@@ -124,12 +129,13 @@ def _as_trace(profiles: Mapping[int, Profile]) -> bytes:
     return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-async def configure_logging(server: Server, request: RequestScope) -> None:
+async def configure_logging(pool: ModelPool, request: RequestScope) -> None:
     """POST /configure_logging: set the least severity that is logged, until the server ends."""
-    body = await parse(server, ConfigureLogging, request)
+    body = await pool.server.workload.read(request, lambda: parse_body(ConfigureLogging, request.body))
     change_level(body.log_level)
-    if server.phase is ServerPhase.READY:
-        server.model.llm.send(SetLogLevel(body.log_level))
+    for model in pool.models:
+        if model.llm is not None:
+            model.llm.send(SetLogLevel(body.log_level))
     await request.send_json(200, encode(answers.LogLevel(body.log_level)))
 
 
@@ -147,26 +153,26 @@ async def configure_logging(server: Server, request: RequestScope) -> None:
 VERSION = metadata.version("headrace")
 
 
-async def livez(server: Server, request: RequestScope) -> None:
-    alive = server.is_alive and server.has_engine
+async def livez(pool: ModelPool, request: RequestScope) -> None:
+    alive = pool.is_alive and pool.has_engine
     await request.send_json(200 if alive else 503, encode(answers.Alive(alive)))
 
 
-async def readyz(server: Server, request: RequestScope) -> None:
+async def readyz(pool: ModelPool, request: RequestScope) -> None:
     excluded = request.query().get("exclude", [])
     if unknown := set(excluded) - {"queue_full"}:
         raise ApiError(400, f"exclude: got {min(unknown)[:32]!r}; allowed: queue_full", param="exclude")
-    ready = server.is_serving if excluded else server.is_ready
-    await request.send_json(200 if ready else 503, orjson.dumps(server.status()))
+    ready = pool.is_serving if excluded else pool.is_ready
+    await request.send_json(200 if ready else 503, orjson.dumps(pool.status()))
 
 
-async def startupz(server: Server, request: RequestScope) -> None:
-    started = server.phase not in (ServerPhase.STARTING, ServerPhase.FAILED)
-    await request.send_json(200 if started else 503, orjson.dumps(server.status()))
+async def startupz(pool: ModelPool, request: RequestScope) -> None:
+    started = pool.server.phase not in (ServerPhase.STARTING, ServerPhase.FAILED)
+    await request.send_json(200 if started else 503, orjson.dumps(pool.status()))
 
 
-async def health(server: Server, request: RequestScope) -> None:
-    await request.send_body(200 if server.is_ready else 503, b"", "text/plain")
+async def health(pool: ModelPool, request: RequestScope) -> None:
+    await request.send_body(200 if pool.is_ready else 503, b"", "text/plain")
 
 
 async def load(server: Server, request: RequestScope) -> None:
@@ -177,41 +183,37 @@ async def show_version(server: Server, request: RequestScope) -> None:
     await request.send_json(200, encode(answers.Version(VERSION)))
 
 
-async def metrics(server: Server, request: RequestScope) -> None:
-    by_tenant = request.tenant is ANONYMOUS or not server.tenants.administered  # else the key is a client's
-    await request.send_body(200, server.metrics.render(by_tenant=by_tenant), CONTENT_TYPE)
+async def metrics(pool: ModelPool, request: RequestScope) -> None:
+    by_tenant = request.tenant is ANONYMOUS or not pool.server.tenants.administered  # else the key is a client's
+    await request.send_body(200, pool.server.metrics.render(by_tenant=by_tenant), CONTENT_TYPE)
 
 
 # ------------------------------------------------------------------------------------------------------------ catalogue
 # GET /v1/models and /v1/models/{id}: the served models, in the form of the client's dialect.
 
 
-async def list_models(server: Server, request: RequestScope) -> None:
-    """GET /v1/models: all served models."""
-    cards = [_card(server, request, name) for name in server.settings.model_names]
+async def list_models(pool: ModelPool, request: RequestScope) -> None:
+    """GET /v1/models: all served models, with their states."""
+    await pool.refresh()
+    cards = [_card(pool, model, request, name) for model in pool.models for name in model.settings.model_names]
     is_page = request.dialect is ANTHROPIC
     await request.send_json(200, model_page(cards, request.query()) if is_page else encode(ModelList(data=cards)))
 
 
-async def show_model(server: Server, request: RequestScope) -> None:
+async def show_model(pool: ModelPool, request: RequestScope) -> None:
     """GET /v1/models/{id}; ids may contain slashes."""
-    name = find_model(request.path_params["id"], server.settings.model_names)
-    await request.send_json(200, encode(_card(server, request, name)))
+    name = find_model(request.path_params["id"], pool.names)
+    await request.send_json(200, encode(_card(pool, pool.find(name), request, name)))
 
 
-def _card(server: Server, request: RequestScope, name: str) -> Any:
-    model = server.model
-    longest = model.engine_info.max_model_len
+def _card(pool: ModelPool, model: ModelServer, request: RequestScope, name: str) -> Any:
+    if pool.only is not None:
+        _ = model.model  # raises while it is being loaded
+    created = pool.server.created
     if request.dialect is ANTHROPIC:
-        return model_info(name, created=server.created, max_model_len=longest)
-    return ModelCard(
-        id=name,
-        root=model.root,
-        created=server.created,
-        max_model_len=longest,
-        default_parameters=model.default_sampling,
-        chat_parameters=model.chat_parameters,
-    )
+        return model_info(name, created=created, max_model_len=model.card.get("max_model_len"))
+    status = ModelState.LOADED if pool.only is not None else model.state
+    return ModelCard(id=name, created=created, **NO_CARD | model.card, status=status.value, memory=model.memory)
 
 
 # ------------------------------------------------------------------------------------------------------------- requests

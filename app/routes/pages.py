@@ -24,6 +24,7 @@ from app.dashboard.simulator import Simulator
 from app.http.middleware import wants_page
 from app.http.scope import RequestScope
 from app.routes.operations import VERSION
+from app.serving.model_pool import ModelPool
 from app.serving.server import Server
 from protocol.errors import ApiError
 from protocol.openai.batches import BATCH_OPERATIONS
@@ -116,12 +117,13 @@ _PAGE = PageFiles(_files, SAME_ORIGIN)
 _DESCRIBING = Lock()  # the first requests, at once, would each make the document: seconds for the whole process
 
 
-async def openapi(server: Server, request: RequestScope) -> None:
+async def openapi(pool: ModelPool, request: RequestScope) -> None:
     """GET /openapi.json: the description for programs."""
     sampling: dict[str, float | None] = {}
     with suppress(ApiError):  # before the model is loaded, the recommendations of its authors are not known
-        sampling |= server.model.default_sampling
+        sampling |= pool.model.default_sampling
     sampling.pop("max_tokens", None)  # some APIs have their own default
+    server = pool.server
     settings = server.settings
     given = settings.enable_tokenizer_info_endpoint, server.tenants.administered, settings.files_dir is not None
     await request.send_json(200, await to_thread.run_sync(_described, *given, *sampling.items()))

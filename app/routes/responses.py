@@ -21,6 +21,7 @@ from app.serving.generation import (
     parse,
     warn_of_left_out,
 )
+from app.serving.model_server import ModelServer
 from app.serving.response_store import EventLog, RunningResponse, StoredResponse
 from app.serving.server import Server
 from engine.messages import FinishReason
@@ -37,7 +38,7 @@ _CANCELLED_BY_ANOTHER = ApiError(
 )
 
 
-async def create(server: Server, request: RequestScope) -> None:
+async def create(server: ModelServer, request: RequestScope) -> None:
     """POST /v1/responses: generate a response."""
     body = await parse(server, ResponsesRequest, request)
     stores = _stores(server, body)
@@ -85,29 +86,30 @@ async def create(server: Server, request: RequestScope) -> None:
         with server.responses.running(head.id, RunningResponse(request, writer, context)):
             await generate(server, request, task)
         return
-    background = BackgroundScope(server, request, log, writer.fail_stream)
+    background = BackgroundScope(server.server, request, log, writer.fail_stream)
     background.warn(request.warning)
     running = RunningResponse(background, writer, context, log)
     server.responses.begin(head.id, running, log)
     log.append(writer.queue())
+
+    def end() -> None:
+        server.let_go()
+        server.responses.end(head.id, running)
+
+    server.hold()
     try:
-        await background.begin(
-            server,
-            "/v1/responses",
-            lambda scope: generate(server, scope, task),
-            lambda: server.responses.end(head.id, running),
-        )
+        await background.begin(server.server, "/v1/responses", lambda scope: generate(server, scope, task), end)
     except ApiError:  # it was refused before it began
         server.responses.delete(request.tenant.name, head.id)
         raise
     request.warning = background.warning
     if body.stream:
-        await follow(server, request, log, 0)
+        await follow(server.server, request, log, 0)
     else:
         await request.send_json(200, await _as_far_as_it_is(server, running))
 
 
-async def input_tokens(server: Server, request: RequestScope) -> None:
+async def input_tokens(server: ModelServer, request: RequestScope) -> None:
     """POST /v1/responses/input_tokens: count the tokens of a prompt."""
     body = await parse(server, InputTokensRequest, request)
     server.check_model_name(body.model)
@@ -183,7 +185,7 @@ async def input_items(server: Server, request: RequestScope) -> None:
     await request.send_json(200, page)
 
 
-def _stores(server: Server, body: ResponsesRequest) -> bool:
+def _stores(server: ModelServer, body: ResponsesRequest) -> bool:
     """Return True if the response is to be kept. Raises ApiError 400 if the client asks for it and the server keeps
     none."""
     if body.store and server.responses.is_off:
@@ -194,7 +196,7 @@ def _stores(server: Server, body: ResponsesRequest) -> bool:
     return stores
 
 
-def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -> StoredResponse | None:
+def _previous(server: ModelServer, request: RequestScope, body: InputTokensRequest) -> StoredResponse | None:
     """Return the response that this one continues, or None. Raises ApiError 400 if that response is not kept."""
     if body.previous_response_id is None:
         return None
@@ -220,7 +222,7 @@ def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None)
     return 0 if previous is None else previous.num_bytes
 
 
-async def _as_far_as_it_is(server: Server, running: RunningResponse, status: str | None = None) -> bytes:
+async def _as_far_as_it_is(server: Server | ModelServer, running: RunningResponse, status: str | None = None) -> bytes:
     """Return the response as far as it is complete, as JSON."""
     response = running.response() if status is None else running.writer.response(status)
     weight = weight_so_far(running.request.outputs)
@@ -246,7 +248,7 @@ def _starting_after(query: Mapping[str, str]) -> int:
 
 
 def _conversation(
-    server: Server, request: RequestScope, body: InputTokensRequest, previous: StoredResponse | None
+    server: ModelServer, request: RequestScope, body: InputTokensRequest, previous: StoredResponse | None
 ) -> list[Item]:
     """Return all items that the answer follows. Raises InvalidRequest for references to items that are not kept."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from app.http.scope import RequestScope
 from app.routes.generation import embed
 from app.serving.generation import GenerationTask, generate, new_head, parse, warn_of_left_out
-from app.serving.server import Server, ServerHandler
+from app.serving.model_server import ModelHandler, ModelServer
 from engine.errors import InvalidRequest
 from engine.messages import Pooling
 from protocol.scoring.answers import LabelSet, PoolingWriter
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from app.serving.prompts import Prompts
 
 
-def scoring_handlers() -> Iterator[tuple[str, ServerHandler]]:
+def scoring_handlers() -> Iterator[tuple[str, ModelHandler]]:
     """Yield the paths that answer with scores, with their POST handlers."""
     for route in SCORING_ROUTES:
         yield route.path, partial(_score, route)
     yield "/v1/pooling", _pool
 
 
-async def _pool(server: Server, request: RequestScope) -> None:
+async def _pool(server: ModelServer, request: RequestScope) -> None:
     body = await parse(server, PoolingRequest, request)
     await warn_of_left_out(server, request, body)
     await embed(server, request, body, partial(PoolingWriter, body))
 
 
-async def _score(route: ScoringRoute, server: Server, request: RequestScope) -> None:
+async def _score(route: ScoringRoute, server: ModelServer, request: RequestScope) -> None:
     """Score every text, each as a request to the engine that generates nothing, or one token for a decoder."""
     body = await parse(server, route.request, request)
     await warn_of_left_out(server, request, body)
@@ -56,7 +56,7 @@ async def _score(route: ScoringRoute, server: Server, request: RequestScope) -> 
     await generate(server, request, task)
 
 
-def _labels(server: Server, body: ScoringRequest) -> LabelSet:
+def _labels(server: ModelServer, body: ScoringRequest) -> LabelSet:
     labels = server.model.labels
     if labels is None:
         raise InvalidRequest(
@@ -74,7 +74,7 @@ def _labels(server: Server, body: ScoringRequest) -> LabelSet:
     return labels
 
 
-def _prompts(server: Server, body: ScoringRequest, labels: LabelSet) -> Prompts:
+def _prompts(server: ModelServer, body: ScoringRequest, labels: LabelSet) -> Prompts:
     if isinstance(body, PairsRequest):
         instruction = body.instruction or labels.instruction or QWEN3_INSTRUCTION
         return PairPrompts(body, body.pairs(), bool(labels.token_ids), instruction)

@@ -55,7 +55,7 @@ class Endpoint:
         request = RequestScope(scope, receive, send, server.settings, server.bodies)
         request.reads_body = self._reads_body
         current_tenant.set(request.tenant.name)
-        request.tenant_headers = partial(server.admission.rates.headers, request.tenant)
+        request.tenant_headers = partial(server.rates.headers, request.tenant)
         try:
             await run_and_account(server, request, self._route, self._handler, quiet=self._quiet)
         finally:
@@ -83,7 +83,7 @@ async def run_and_account(
 
 def _account(server: Server, request: RequestScope, route: str, *, quiet: bool) -> None:
     status = _status(request)
-    record = request.record(route=route, model=server.settings.model_names[0], status=status)
+    record = request.record(route=route, model=request.model or server.settings.model_names[0], status=status)
     if request.outputs is not None:
         server.timelines.keep(request, status, record.ended_time)
     server.tracer.end(request, record)
@@ -146,6 +146,7 @@ class BackgroundScope(RequestScope):
     def __init__(self, server: Server, request: RequestScope, log: EventLog, fail: Fail) -> None:
         super().__init__(request.asgi_scope, self._receive_body, self._feed, server.settings, server.bodies)
         self.body = request.body
+        self.model = request.model
         self.request_id = request.request_id
         self.arrival_time = request.arrival_time
         self.marks = request.marks[:1]

@@ -22,7 +22,7 @@ from app.admission.admission import QueueTicket
 from app.http.record import MAX_CHARACTERS, MAX_MESSAGES, Phase, Transcript
 from app.http.scope import RequestScope
 from app.runtime import INLINE_ANSWER, weight_of, weight_so_far
-from app.serving.server import ServedModel, Server
+from app.serving.model_server import ModelServer, ServedModel
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
 from engine.messages import BATCH_PRECEDENCE, EngineCoreRequest, Pooling, RequestOutput, SamplingParams
@@ -75,7 +75,7 @@ class GenerationTask:
     body_writer: Callable[[AnswerContext], BodyWriter]
 
 
-async def parse(server: Server, model: type[M], request: RequestScope) -> M:
+async def parse(server: ModelServer, model: type[M], request: RequestScope) -> M:
     """Return the request's body, checked against `model`; a long one is parsed on a worker thread. Raises ApiError 400,
     and 503 while no model is loaded."""
     _ = server.model
@@ -83,7 +83,7 @@ async def parse(server: Server, model: type[M], request: RequestScope) -> M:
 
 
 async def warn_of_left_out(
-    server: Server, request: RequestScope, given: TruncatedPrompt, body: object = None, fields: Sequence[str] = ()
+    server: ModelServer, request: RequestScope, given: TruncatedPrompt, body: object = None, fields: Sequence[str] = ()
 ) -> None:
     """Set the warning header for the parts of `given` that have no effect, for more `fields`, and for the fields of a
     conversation that the model's chat template does not read."""
@@ -99,7 +99,7 @@ async def warn_of_left_out(
 
 
 def new_head(
-    server: Server, request: RequestScope, id_prefix: str, model: str | None, given: str | None = None
+    server: ModelServer, request: RequestScope, id_prefix: str, model: str | None, given: str | None = None
 ) -> Head:
     """Return the id, time and model name of an answer. `given` is the request id of the body, for a request without
     that header.
@@ -111,7 +111,7 @@ def new_head(
     return Head(f"{id_prefix}{request.request_id}", int(time.time()), server.check_model_name(model))
 
 
-async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
+async def count_tokens(server: ModelServer, chat: ChatCompletionRequest) -> int:
     """Return the number of tokens of a conversation, even of one that is too long: clients ask to find out."""
     chat.check_template_kwargs(server.settings.template_kwargs)
     model = server.model
@@ -124,7 +124,7 @@ async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
         ) from None
 
 
-async def generate(server: Server, request: RequestScope, task: GenerationTask) -> None:
+async def generate(server: ModelServer, request: RequestScope, task: GenerationTask) -> None:
     """Queue, tokenize, check, submit, and answer from the engine's stream.
 
     Raises InvalidRequest with the field names of `task.body`, and ApiError.
@@ -135,7 +135,7 @@ async def generate(server: Server, request: RequestScope, task: GenerationTask) 
         raise task.body.in_client_words(error) from None
 
 
-async def _generate(server: Server, request: RequestScope, task: GenerationTask) -> None:
+async def _generate(server: ModelServer, request: RequestScope, task: GenerationTask) -> None:
     model, body, read = server.model, task.body, partial(server.workload.read, request)
     if task.pooling is None and model.engine_info.facts.is_encoder:
         raise ApiError(
@@ -173,7 +173,7 @@ async def _generate(server: Server, request: RequestScope, task: GenerationTask)
 
 
 def _queue(
-    server: Server, request: RequestScope, task: GenerationTask, sampling: SamplingParams, deadlines: Deadlines
+    server: ModelServer, request: RequestScope, task: GenerationTask, sampling: SamplingParams, deadlines: Deadlines
 ) -> AbstractContextManager[QueueTicket]:
     if request.is_batch:
         return server.admission.unqueued(request.tenant)
@@ -194,7 +194,7 @@ def _queue(
 
 
 def _core_requests(
-    server: Server,
+    server: ModelServer,
     request: RequestScope,
     task: GenerationTask,
     prompts: Sequence[list[int]],
@@ -263,7 +263,7 @@ def _transcript(
 
 
 async def _send_whole(
-    server: Server, request: RequestScope, task: GenerationTask, outputs: RequestStream, answer: AnswerContext
+    server: ModelServer, request: RequestScope, task: GenerationTask, outputs: RequestStream, answer: AnswerContext
 ) -> None:
     await outputs.wait_finished()
     deltas = outputs.drain()
@@ -290,7 +290,7 @@ def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
 
 
 async def _send_stream(
-    server: Server, request: RequestScope, task: GenerationTask, outputs: RequestStream, answer: AnswerContext
+    server: ModelServer, request: RequestScope, task: GenerationTask, outputs: RequestStream, answer: AnswerContext
 ) -> None:
     assert task.stream_writer is not None
     writer = await server.workload.write(_weight_of_prompts(task.body, outputs), partial(task.stream_writer, answer))
@@ -308,7 +308,7 @@ async def _send_stream(
         error_frame=fail,
         keep_alive=(server.settings.sse_keep_alive or math.inf, request.dialect.keep_alive),
     )
-    if not await _has_begun(outputs):
+    if request.status is None and not await _has_begun(outputs):
         await start()
 
     def forward(deltas: Collection[RequestOutput]) -> bool:
@@ -357,7 +357,7 @@ async def _has_begun(outputs: RequestStream) -> bool:
     return False
 
 
-def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> Deadlines:
+def _deadlines(server: ModelServer, request: RequestScope, body: GenerationRequest) -> Deadlines:
     """Return the times by which the request must have ended and its first token must have come; None for no limit.
 
     Of the body's `timeout` and the header `X-Request-Timeout` the shorter one counts. Raises ApiError 400.

@@ -40,6 +40,7 @@ from gpu.checkpoint import (
     Progress,
     model_digest,
     open_model,
+    weight_paths,
 )
 from gpu.host import cuda_devices, usable_cores
 from protocol.scoring.answers import LabelSet
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENGINE_MEMORY = 160 * 2**20  # bytes of an engine's process, and of its tokenizer here, besides weights and KV cache
+STORED_SHARE = {"none": 1.0, "int8": 0.55, "int4": 0.3}  # of a file's bytes, by the setting `quantization`
 LAYOUT_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 ENGINE_MODULE = "app.serving.engine_main"  # tests replace it by one with faults
 
@@ -78,6 +81,16 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     if settings.num_ranks > 1:
         _check_layout(settings, files)
     return files
+
+
+def expected_memory(settings: Settings, files: ModelFiles) -> int:
+    """Return an estimate of the bytes that a model's engines take: weights, KV cache and what any engine needs."""
+    weights = sum(path.stat().st_size for path in weight_paths(files))
+    if not weights or settings.dtype == "float32":
+        weights = files.num_parameters * (4 if settings.dtype == "float32" else 2)
+    weights = int(weights * STORED_SHARE[settings.quantization])
+    engine = weights + (settings.kv_cache_memory or 0) + settings.num_ranks * ENGINE_MEMORY
+    return engine * settings.data_parallel_size
 
 
 def _read_template(path: Path) -> str:

@@ -36,7 +36,7 @@ from app.http.listening import Certificate, is_open, notify
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from app.serving.server import Server
+    from app.serving.model_pool import ModelPool
 
 
 BACKLOG = 1024
@@ -256,7 +256,7 @@ def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:
 
 
 # ------------------------------------------------------------------------------------------------------------ reloading
-# SIGHUP: a running server reads the tenants of `api_keys_file`, and its certificate, again.
+# SIGHUP: a running server reads the tenants of `api_keys_file`, its certificate and `models_dir` again.
 
 
 _STAYS = "api_keys, admin_keys and other settings stay as they were at the start"
@@ -268,10 +268,10 @@ def ignore_hangup(settings: Settings) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-async def reload_on_hangup(server: Server, certificate: Certificate | None = None) -> None:
-    """Read the tenants and the certificate again at each SIGHUP. Keys that are gone from the file are refused at once;
-    running requests keep their tenants. A file with an error changes nothing."""
-    settings = server.settings
+async def reload_on_hangup(pool: ModelPool, certificate: Certificate | None = None) -> None:
+    """Read the tenants, the certificate and the models' folder again at each SIGHUP. Keys that are gone
+    from the file are refused at once; running requests keep their tenants. A file with an error changes nothing."""
+    settings = pool.settings
     if not _takes_hangup(settings):
         return
     before = signal.getsignal(signal.SIGHUP)
@@ -280,9 +280,10 @@ async def reload_on_hangup(server: Server, certificate: Certificate | None = Non
             async for _ in signals:
                 if certificate is not None:
                     await _renew(certificate)
+                await pool.refresh(now=True)
                 if settings.api_keys_file is not None:
-                    await _reload_tenants(server)
-                elif certificate is None:
+                    await _reload_tenants(pool)
+                elif certificate is None and settings.models_dir is None:
                     logger.warning("Nothing was read again: %s, and there is no api_keys_file", _STAYS)
     finally:
         signal.signal(signal.SIGHUP, before)  # asyncio would leave the default
@@ -297,14 +298,16 @@ async def _renew(certificate: Certificate) -> None:
         logger.info("The certificate was read again, for connections from now on")
 
 
-async def _reload_tenants(server: Server) -> None:
+async def _reload_tenants(pool: ModelPool) -> None:
+    server = pool.server
     try:
         tenants = await to_thread.run_sync(Tenants, server.settings)
     except SettingsError as error:
         logger.error("Tenants and keys stay as they were. %s", error)
         return
     server.tenants.replace(tenants)
-    server.admission.set_tenants(tenants.all)
+    for model in pool.active:
+        model.admission.set_tenants(tenants.all)
     server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)
     logger.info("Tenants and keys were read again, tenants: %d; %s", len(tenants.all), _STAYS)
 
@@ -312,7 +315,8 @@ async def _reload_tenants(server: Server) -> None:
 def _takes_hangup(settings: Settings) -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False
-    has_files = settings.api_keys_file is not None or settings.ssl_certfile is not None
+    files = (settings.api_keys_file, settings.ssl_certfile, settings.models_dir)
+    has_files = any(each is not None for each in files)
     return has_files or not os.isatty(0)  # the terminal sends SIGHUP when it is closed
 
 
@@ -355,16 +359,16 @@ def check_workers() -> None:
     )
 
 
-async def keep_informed(server: Server) -> None:
+async def keep_informed(pool: ModelPool) -> None:
     """Send systemd READY=1 when the port is open and the model is loaded, then WATCHDOG=1 while /livez would answer
     200."""
     if "NOTIFY_SOCKET" not in os.environ:
         return
-    await server.loaded.wait()
+    await pool.server.loaded.wait()
     await is_open.wait()
     notify("READY=1")
     interval = float(os.environ.get("WATCHDOG_USEC", math.inf)) / 2e6
     while interval < math.inf:
-        if server.is_alive:
+        if pool.is_alive:
             notify("WATCHDOG=1")
         await anyio.sleep(interval)

@@ -115,6 +115,7 @@ class AsyncLLM:
         children = list(itertools.chain.from_iterable(choices))
         stream = self._outputs.open(requests, children, begins_message=begins_message)
         stream.unenforced = unenforced
+        stream.abort = self._abort
         try:
             await self._add(choices)
             yield stream
@@ -123,7 +124,7 @@ class AsyncLLM:
             if unfinished:
                 self._client.send(commands.FinishRequests(unfinished, stream.leave_reason))
 
-    def abort(self, stream: RequestStream) -> None:
+    def _abort(self, stream: RequestStream) -> None:
         """End the unfinished choices of a stream with `FinishReason.ABORT`; its reader gets their text so far."""
         self._client.send(commands.FinishRequests(self._outputs.abort(stream), messages.FinishReason.ABORT))
 

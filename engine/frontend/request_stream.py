@@ -62,6 +62,9 @@ class RequestStream:
         self.error: Exception | None = None  # the error that ended the engine
         self.on_begin: Callable[[], None] | None = None  # called at the first output of each choice
         self.on_end: Callable[[int], None] | None = None  # called at the end of each choice, with its number of tokens
+        self.abort: Callable[[RequestStream], None] = lambda stream: (
+            None
+        )  # ends a stream early, for its reader to answer
         self.unenforced: tuple[str, ...] = ()  # keywords of the request's JSON Schemas that no grammar enforces
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None

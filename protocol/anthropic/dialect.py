@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from protocol.answers import OpenAnswer
-from protocol.anthropic.messages import CountTokensRequest, MessagesRequest, error_body
+from protocol.answers import OpenAnswer, event_frame
+from protocol.anthropic.messages import CountTokensRequest, MessagesRequest, envelope, error_body
 from protocol.anthropic.output import MessageBodyWriter, MessageStreamWriter
 from protocol.body import page_body, page_size
 from protocol.errors import ApiError, shown
@@ -19,8 +19,9 @@ MAX_LISTED = 1000
 _CURSORS = ("after_id", "before_id")
 
 
-def model_info(name: str, *, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return one model. Prompt and answer share the context of `max_model_len` tokens, so each is limited to it."""
+def model_info(name: str, *, created: int, max_model_len: int | None) -> dict[str, Any]:
+    """Return one model. Prompt and answer share the context of `max_model_len` tokens, so each is limited to it;
+    None: it was not loaded yet."""
     return {
         "type": "model",
         "id": name,
@@ -96,6 +97,7 @@ ANTHROPIC = Dialect(
     generation=(_MESSAGES,),
     counting={"/v1/messages/count_tokens": CountTokensRequest},
     error_body=error_body,
+    error_event=lambda error, request_id: event_frame("error", envelope(error, request_id)),
     error_answer=AnthropicError,
     request_id_header=b"request-id",
     shared_roots=("/v1/models",),

@@ -171,7 +171,8 @@ class EmbeddingList(Answer, kw_only=True):
 
 
 class ModelCard(Answer, kw_only=True):
-    """One model. `root` is the name of its weights, `max_model_len` counts tokens.
+    """One model. `root` is the name of its weights, `max_model_len` counts tokens; both are None before it was loaded
+    for the first time. `memory` counts the bytes that a loaded one takes, where there are several models.
 
     `default_parameters`, as in OpenRouter's cards, are for requests that set no sampling; a client adds
     `chat_parameters` if a person talks to the model.
@@ -181,9 +182,11 @@ class ModelCard(Answer, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "headrace"
-    root: str
+    root: str | None
     parent: str | None = None
-    max_model_len: int
+    max_model_len: int | None
+    status: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    memory: int | None
     default_parameters: Mapping[str, float | None]
     chat_parameters: Mapping[str, float]
     permission: list[Any] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from protocol.answers import DONE, data_frame
 from protocol.errors import ApiError
 from protocol.openai.answers import ChatCompletion, Completion, EmbeddingList, ModelCard, ModelList
 from protocol.openai.chat import ChatCompletionRequest
@@ -41,6 +42,7 @@ _PAGE = {
 
 OPENAI = Dialect(
     root="",
+    error_event=lambda error, request_id: data_frame(error.body()) + DONE,
     generation=(_CHAT, _COMPLETIONS),
     others=(
         generates("/v1/embeddings", _EMBEDDINGS, EmbeddingRequest, EmbeddingList, streams=False),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from protocol.answers import InputTokens, OpenAnswer
+from protocol.answers import InputTokens, OpenAnswer, event_frame
+from protocol.errors import ApiError
 from protocol.operations import Dialect, asks, finds, generates
 from protocol.responses.request import InputTokensRequest, ResponsesRequest
 
@@ -31,8 +32,15 @@ class ItemList(OpenAnswer):
 
 _COUNT = "Count the tokens that a response would read."
 
+
+def _error_event(error: ApiError, request_id: str | None) -> bytes:
+    fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": 0}
+    return event_frame("error", {"type": "error", **fields})
+
+
 RESPONSES = Dialect(
     root="/v1/responses",
+    error_event=_error_event,
     others=(
         generates("/v1/responses", "Answer items; a response can be continued.", ResponsesRequest, ResponseObject),
         asks("/v1/responses/input_tokens", _COUNT, InputTokens, InputTokensRequest),

@@ -110,6 +110,12 @@ class Server:
         """The module that is run, and its arguments."""
         return ["hypercorn", "--bind", f"127.0.0.1:{self.port}", "--worker-class", self.worker_class, "app:main"]
 
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        assert self._process is not None
+        return self._process.pid
+
     def wait_ready(self) -> Self:
         """Wait until tokens can be made."""
         # Seldom, because the server needs the time more.

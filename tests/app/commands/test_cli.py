@@ -64,7 +64,6 @@ def test_without_a_command_there_is_help(words: list[str], capsys: pytest.Captur
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--model", "A", "--model", "B"],
         ["--model=A", "--model=A"],
         ["--log-requests", "--no-log-requests"],
         ["-tp", "2", "-tp", "2"],
@@ -75,6 +74,14 @@ def test_a_flag_that_is_given_twice_is_refused(flags: list[str], capsys: pytest.
     """Without the check, one of two models would be ignored silently."""
     assert main(["serve", *flags]) == 1
     assert "given twice" in capsys.readouterr().err
+
+
+def test_a_model_that_is_given_several_times_makes_a_server_of_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--given", "--model", "a", "--model", "org/b", "--model", "c"]) == 0
+    models = '{"a" = {"model" = "a"}, "org/b" = {"model" = "org/b"}, "c" = {"model" = "c"}}'
+    assert f"models = {models}" in capsys.readouterr().out
+    assert main(["config", "a", "--model", "b"]) == 1
+    assert main(["chat", "--model", "a", "--model", "b"]) == 1
 
 
 def test_names_with_blanks_between_them_are_taken_after_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,14 @@ import anyio
 import pytest
 
 from app.dashboard.feed import MAX_BEHIND, MAX_PAGES, Feed
-from app.serving.server import Server
+from app.serving.model_pool import ModelPool
 from protocol.errors import ApiError
 
 
 def test_unread_pages_make_room_and_pages_that_are_read_do_not() -> None:
     async def look() -> None:
-        feed = Feed(cast(Server, SimpleNamespace(model=None, start_soon=lambda look: None)))
+        server = SimpleNamespace(start_soon=lambda look: None)
+        feed = Feed(cast(ModelPool, SimpleNamespace(model=None, server=server)))
         with ExitStack() as stack:
             pages = [stack.enter_context(feed.page()) for _ in range(MAX_PAGES)]
             for _ in range(MAX_BEHIND):

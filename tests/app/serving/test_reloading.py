@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from app.config.settings import Settings
+from app.serving.model_pool import ModelPool
 from app.serving.process import ignore_hangup, reload_on_hangup
 from app.serving.server import Server
 
@@ -23,7 +24,7 @@ def test_a_hangup_after_the_end_of_the_application_is_ignored(backend: str, tmp_
 
     async def serve() -> None:
         async with anyio.create_task_group() as task_group:
-            task_group.start_soon(reload_on_hangup, Server(settings, on_fatal=print))
+            task_group.start_soon(reload_on_hangup, ModelPool(Server(settings), on_fatal=print))
             while signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # noqa: ASYNC110 - there is nothing else to wait for
                 await anyio.sleep(0.001)
             task_group.cancel_scope.cancel()

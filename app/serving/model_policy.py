@@ -1,0 +1,236 @@
+"""The policy of a server of several models: it decides which are in memory, without I/O or a clock of its own.
+
+1. A model is loaded for its first request. The memory of all loaded models together never exceeds the limit.
+2. Only a model without requests is unloaded, the least recently used first, and never a pinned one. A model stays for a
+   minimum residence, so that two models that take turns do not spend their time loading.
+3. Requests for a model that is not loaded wait in the order of their arrival. While the first of them lacks room and
+   every model that could go has requests, one of these is closed when its turn is over: it finishes its requests, and
+   new ones wait behind. So requests are grouped by model, and none waits for ever.
+4. A turn ends sooner if the first waiting request would miss its deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+LEAST_RESIDENCE = 5.0  # seconds; a model that takes longer to load stays for twice that time
+LONGEST_PAUSE = 60.0  # seconds between two loads of a model that fails again and again
+
+
+class ModelState(enum.StrEnum):
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+class PooledModel:
+    """The state of one model that the policy reads and writes. `need` is its memory in bytes; None: not known yet."""
+
+    def __init__(self, name: str, *, pinned: bool = False, idle_unload: float = 0.0) -> None:
+        self.name = name
+        self.pinned = pinned
+        self.idle_unload = idle_unload or math.inf
+        self.state = ModelState.UNLOADED
+        self.need: int | None = None
+        self.in_use = 0  # requests
+        self.is_closed = False  # it takes no new requests, because another model waits for its room
+        self.loaded_at = -math.inf
+        self.last_used = -math.inf
+        self.load_seconds = 0.0  # of the latest load
+        self.num_failures = 0  # since it was last loaded for longer than its residence
+        self.retry_at = -math.inf
+        self.error: Exception | None = None  # the latest failure
+
+    @property
+    def residence(self) -> float:
+        """The seconds that it stays loaded even if another model needs its room."""
+        return max(LEAST_RESIDENCE, 2 * self.load_seconds)
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.state in (ModelState.LOADING, ModelState.LOADED, ModelState.UNLOADING)
+
+    @property
+    def is_open(self) -> bool:
+        """True if a request can use it now."""
+        return self.state is ModelState.LOADED and not self.is_closed
+
+
+M = TypeVar("M", bound=PooledModel)
+
+
+@dataclass(eq=False)
+class Waiter(Generic[M]):
+    """A request that waits for its model until the time `until`. The policy admits it or sets its error; it calls
+    `wake` for either."""
+
+    model: M
+    since: float
+    until: float
+    is_admitted: bool = False
+    error: Exception | None = None
+    wake: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Changes(Generic[M]):
+    """The models to load now, with their memory reserved, and the models to unload."""
+
+    load: list[M] = field(default_factory=list)
+    unload: list[M] = field(default_factory=list)
+
+
+class ModelPolicy(Generic[M]):
+    """The models of one server, and the requests that wait for one. `limit` is in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.models: dict[str, M] = {}
+        self.waiting: list[Waiter[M]] = []
+
+    @property
+    def used(self) -> int:
+        """The bytes of all models that are in memory, or are on their way there or out."""
+        return sum(each.need or 0 for each in self.models.values() if each.holds_memory)
+
+    def enter(self, model: M, now: float, until: float) -> Waiter[M]:
+        """Admit a request, or let it wait: then it is admitted by `plan`, and `leave` or `give_up` must be called."""
+        waiter = Waiter(model, now, until)
+        if model.is_open:
+            self._admit(waiter)
+        else:
+            self.waiting.append(waiter)
+        return waiter
+
+    def leave(self, waiter: Waiter[M], now: float) -> None:
+        """Take an admitted request out, or one that gives up waiting."""
+        if waiter.is_admitted:
+            waiter.model.in_use -= 1
+            waiter.model.last_used = now
+        elif waiter in self.waiting:
+            self.waiting.remove(waiter)
+
+    def loaded(self, model: M, now: float, need: int, seconds: float) -> None:
+        """Record that a model is loaded, and takes `need` bytes."""
+        model.state, model.need, model.load_seconds = ModelState.LOADED, need, seconds
+        model.loaded_at = model.last_used = now
+        model.error = None
+
+    def unload(self, model: M, changes: Changes[M]) -> bool:
+        """Begin to unload a model. Return False if it has requests or is not loaded."""
+        if model.in_use or model.state not in (ModelState.LOADED, ModelState.LOADING) or self._awaited(model):
+            return False
+        model.state = ModelState.UNLOADING
+        changes.unload.append(model)
+        return True
+
+    def unloaded(self, model: M) -> None:
+        """Record that a model takes no memory any more."""
+        model.state, model.is_closed = ModelState.UNLOADED, False
+
+    def failed(self, model: M, now: float, error: Exception) -> None:
+        """Record that a model could not be loaded, or that its engine has died. The next request loads it again, after
+        a pause that grows with the failures in a row."""
+        if now - model.loaded_at > model.residence and model.state is ModelState.LOADED:
+            model.num_failures = 0
+        model.state, model.is_closed, model.error = ModelState.FAILED, False, error
+        model.num_failures += 1
+        model.retry_at = now + min(LONGEST_PAUSE, 2.0 ** (model.num_failures - 2) if model.num_failures > 1 else 0.0)
+        self.refuse(model, error)
+
+    def refuse(self, model: M, error: Exception) -> None:
+        """End the waiting of all requests for a model with an error."""
+        refused = [each for each in self.waiting if each.model is model]
+        self.waiting = [each for each in self.waiting if each.model is not model]
+        for waiter in refused:
+            waiter.error = error
+            waiter.wake()
+
+    def is_impossible(self, model: M) -> bool:
+        """True if a model does not fit even if all others that may go are unloaded."""
+        return model.need is not None and model.need + self._pinned_by_others(model) > self.limit
+
+    def _pinned_by_others(self, model: M) -> int:
+        return sum(
+            each.need or 0 for each in self.models.values() if each.pinned and each is not model and each.holds_memory
+        )
+
+    def in_the_way_of(self, model: M) -> list[M]:
+        """Return the other models in memory."""
+        return [each for each in self.models.values() if each is not model and each.holds_memory]
+
+    def plan(self, now: float) -> Changes[M]:
+        """Admit the requests that can be, and return what to load and unload now. Call it after every change, and from
+        time to time."""
+        changes: Changes[M] = Changes()
+        for model in self.models.values():
+            model.is_closed = False
+        self._make_room(now, changes)
+        for waiter in [each for each in self.waiting if each.model.is_open]:
+            self.waiting.remove(waiter)
+            self._admit(waiter)
+        for model in self.models.values():
+            is_idle = model.state is ModelState.LOADED and not model.in_use and not model.pinned
+            if is_idle and now >= model.last_used + model.idle_unload:
+                self.unload(model, changes)
+        return changes
+
+    def _admit(self, waiter: Waiter[M]) -> None:
+        waiter.is_admitted = True
+        waiter.model.in_use += 1
+        waiter.wake()
+
+    def _make_room(self, now: float, changes: Changes[M]) -> None:
+        """Start loading the models that requests wait for, in the order of their first requests. The first that lacks
+        room gets what is free next, so later ones do not overtake it."""
+        for waiter in self.waiting:
+            model = waiter.model
+            is_absent = model.state in (ModelState.UNLOADED, ModelState.FAILED) and now >= model.retry_at
+            if not is_absent or model.need is None or self.is_impossible(model):
+                continue
+            if self.used + model.need > self.limit:
+                self._free(waiter, self.used + model.need - self.limit, now, changes)
+                return
+            model.state = ModelState.LOADING
+            changes.load.append(model)
+
+    def _free(self, waiter: Waiter[M], lacking: int, now: float, changes: Changes[M]) -> None:
+        """Unload models until `lacking` bytes are free, or close those that cannot go yet."""
+        lacking -= sum(each.need or 0 for each in self.models.values() if each.state is ModelState.UNLOADING)
+        candidates = [
+            each
+            for each in self.models.values()
+            if not each.pinned and each.state in (ModelState.LOADED, ModelState.LOADING) and not self._awaited(each)
+        ]
+        # By LRU among models past their turns. A model without requests goes before one that must finish some.
+        candidates.sort(key=lambda each: (max(now, self._turn_end(each, waiter)), each.in_use > 0, each.last_used))
+        chosen: list[M] = []
+        for each in candidates:
+            if lacking > 0:
+                lacking -= each.need or 0
+                chosen.append(each)
+        over = [each for each in chosen if now >= self._turn_end(each, waiter)]
+        is_enough = lacking <= 0 and len(over) == len(chosen)
+        for each in over:
+            each.is_closed = is_enough or each.in_use > 0
+        if is_enough and not any(each.in_use for each in chosen):
+            for each in chosen:
+                self.unload(each, changes)
+
+    def _awaited(self, model: M) -> bool:
+        """Return True for a model that is being loaded for a request."""
+        return model.state is ModelState.LOADING and any(each.model is model for each in self.waiting)
+
+    def _turn_end(self, model: M, waiter: Waiter[M]) -> float:
+        """Return the time from which a model must make room for the model of `waiter`."""
+        if model.state is ModelState.LOADING:
+            return -math.inf
+        begin = max(model.loaded_at, waiter.since) if model.in_use else model.loaded_at
+        in_time = waiter.until - 2 * max(waiter.model.load_seconds, 1.0)
+        return max(model.loaded_at + model.residence / 2, min(begin + model.residence, in_time))

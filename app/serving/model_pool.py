@@ -1,0 +1,472 @@
+"""The models of a server. With one, it is loaded at the start and stays; several are loaded for their requests.
+
+`app.serving.model_policy` decides which of several are in memory. Each of these has engines in processes of their own,
+so unloading it ends them, and an engine that dies takes only the requests of its model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+from anyio import to_thread
+from pydantic import ByteSize
+
+from app.config.settings import Settings, SettingsError
+from app.config.several import settings_of_models
+from app.http.scope import RequestScope
+from app.serving.model_policy import Changes, ModelPolicy, ModelState, Waiter
+from app.serving.model_server import ModelHandler, ModelServer, ServedModel, import_engine
+from app.serving.server import Server, ServerPhase
+from engine.errors import HeadraceError
+from gpu.host import total_memory
+from protocol.body import decode_json
+from protocol.errors import ApiError
+from protocol.openai.dialect import find_model, unknown_model
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.8  # of the machine or cgroup, unless the setting `memory` is given
+FOLDER_SECONDS = 5.0  # between two readings of the models' folder
+CHECK_SECONDS = 0.25  # between two looks at turns and idle times that have passed
+
+PoolHandler = Callable[["ModelPool", RequestScope], Any]
+"""A handler of a route that needs all models."""
+
+
+class Asked(msgspec.Struct):
+    """The fields of a body that matter before its model is loaded. They are checked later, with the others."""
+
+    model: Any = None
+    name: Any = None  # Ollama's older name of it
+    stream: Any = None
+    timeout: Any = None
+    ttft_timeout: Any = None
+    background: Any = None
+
+
+_ASKED = msgspec.json.Decoder(Asked)
+
+
+class ModelPool:
+    """All models of one server. `on_fatal` is called when the only model, or a pinned one at the start, could not be
+    loaded, and when the only engine has died; it must end the process."""
+
+    def __init__(self, server: Server, on_fatal: Callable[[BaseException], None]) -> None:
+        self.server = server
+        self.settings = server.settings
+        self._on_fatal = on_fatal
+        self.only: ModelServer | None = None
+        self._read_at = time.monotonic()
+        self.policy: ModelPolicy[ModelServer] = ModelPolicy(self.settings.memory or int(MEMORY_SHARE * total_memory()))
+        if self.settings.has_several_models:
+            self._take(settings_of_models(self.settings))
+            server.metrics.show(
+                queued_seconds=lambda: 0.0,
+                stalled_seconds=lambda: 0.0,
+                waiting=lambda tenant: sum(each.admission.places.taken_by(tenant) for each in self.active),
+                phases=ServerPhase,
+                is_in=lambda phase: server.phase == phase,
+            )
+        else:
+            for name in ("memory", "pinned", "idle_unload"):
+                if name in self.settings.model_fields_set:
+                    raise SettingsError(f"{name} is for a server of several models. What works: models, or no {name}")
+            self.only = ModelServer(server, self.settings)
+            self.policy.models[self.only.name] = self.only
+            _ = self.only.admission
+
+    def _take(self, found: Iterable[Settings]) -> None:
+        """Take over the models of these settings. Others go, unless they are in memory."""
+        models = {settings.model_names[0]: settings for settings in found}
+        kept = {name: each for name, each in self.policy.models.items() if name in models or each.holds_memory}
+        self.policy.models = {
+            name: kept.get(name) or ModelServer(self.server, settings) for name, settings in models.items()
+        } | {name: each for name, each in kept.items() if name not in models}
+
+    # --- for routes
+
+    @property
+    def models(self) -> list[ModelServer]:
+        return list(self.policy.models.values())
+
+    @property
+    def active(self) -> list[ModelServer]:
+        """The models that have had a request, or the only one."""
+        return [each for each in self.models if "admission" in vars(each)]
+
+    @property
+    def names(self) -> list[str]:
+        """All names that clients may ask for."""
+        return [name for each in self.models for name in each.settings.model_names]
+
+    @property
+    def current(self) -> ModelServer:
+        """The only model, or the loaded one that was used last. Raises ApiError 503 if none is loaded."""
+        if self.only is not None:
+            return self.only
+        loaded = [each for each in self.models if each.state is ModelState.LOADED]
+        if not loaded:
+            raise ApiError(503, "No model is loaded at the moment.", code="model_not_loaded")
+        return max(loaded, key=lambda each: (each.in_use > 0, each.last_used))
+
+    @property
+    def model(self) -> ServedModel:
+        return self.current.model
+
+    def find(self, name: str | None) -> ModelServer:
+        """Return the model of this name; without a name the first one. Raises ApiError 404."""
+        models = self.models
+        if name is not None and (self.settings.check_model_name or name in self.names):
+            name = find_model(name, self.names)
+            return next(each for each in models if name in each.settings.model_names)
+        if not models:
+            raise unknown_model(name or "", self.names)
+        return models[0]
+
+    @property
+    def is_alive(self) -> bool:
+        """True unless the server has failed, or has one engine that has ended or makes no steps."""
+        return self.server.phase is not ServerPhase.FAILED and (self.only is None or self.only.is_alive)
+
+    @property
+    def has_engine(self) -> bool:
+        """True if an engine runs, is being loaded, or would be loaded for a request."""
+        return self.only is None or self.only.has_engine
+
+    @property
+    def is_ready(self) -> bool:
+        """True if at least one tenant would be admitted."""
+        return self.is_serving and not self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        active = self.active
+        return bool(active) and all(each.admission.is_full for each in active)
+
+    @property
+    def is_serving(self) -> bool:
+        """True if requests would be admitted to an empty queue."""
+        is_available = self.only is None or (self.only.llm is not None and self.only.llm.is_available)
+        return self.server.phase is ServerPhase.READY and is_available and self.is_alive
+
+    def status(self) -> dict[str, Any]:
+        """Return the body of /startupz and /readyz: phase, progress of loading, and whether the queue is full."""
+        loading = (each for each in self.models if each.state is ModelState.LOADING)
+        model = self.only or next(loading, None)
+        is_loading = self.server.phase is ServerPhase.STARTING or (self.only is None and model is not None)
+        several = {
+            "memory": {"limit": self.policy.limit, "used": self.policy.used},
+            "models": {each.name: self._state(each) for each in self.models},
+        }
+        return {
+            "phase": self.server.phase,
+            "task": model.start_up.task if model is not None and is_loading else None,
+            "done": 0 if model is None else model.start_up.done,
+            "total": None if model is None else model.start_up.total,
+            "elapsed_seconds": round(time.monotonic() - self.server.started, 3),
+            "queue_full": self.is_full,
+        } | ({} if self.only is not None else several)
+
+    def _state(self, model: ModelServer) -> dict[str, Any]:
+        is_loading = model.state is ModelState.LOADING
+        return {
+            "status": model.state,
+            "task": model.start_up.task if is_loading else None,
+            "memory": model.need if model.holds_memory else None,
+            "requests": model.in_use,
+            "pinned": model.pinned,
+            "error": None if model.error is None else str(model.error),
+        }
+
+    async def refresh(self, *, now: bool = False) -> None:
+        """Read the models' folder again, if the last time was a while ago or it shall be done `now`."""
+        is_due = now or time.monotonic() >= self._read_at + FOLDER_SECONDS
+        if self.settings.models_dir is None or not is_due:
+            return
+        self._read_at = time.monotonic()
+        try:
+            self._take(await to_thread.run_sync(settings_of_models, self.settings))
+        except SettingsError as error:
+            logger.error("The models stay as they were. %s", error)
+
+    # --- requests
+
+    async def answer(self, handler: ModelHandler, request: RequestScope, *, streams: bool = False) -> None:
+        """Run a handler with the model that the request's body asks for, which is loaded before."""
+        if self.only is not None:
+            await handler(self.only, request)
+            return
+        asked = await self.server.workload.read(request, lambda: _asked(request.body))
+        name = asked.name if asked.model is None and request.path.startswith("/api/") else asked.model
+        if name is not None and not isinstance(name, str):
+            raise ApiError(400, "model must be text, the name of a model.", param="model")
+        model = self.find(name or None)
+        async with self.use(model, request, asked, streams=streams):
+            await handler(model, request)
+
+    async def answer_query(self, handler: ModelHandler, request: RequestScope) -> None:
+        """Run a handler with the model in the query, or with `current`, without loading it."""
+        name = request.query().get("model", [None])[-1]
+        model = self.current if name is None else self.find(name)
+        request.model = model.name
+        await handler(model, request)
+
+    @asynccontextmanager
+    async def use(
+        self, model: ModelServer, request: RequestScope, asked: Asked | None = None, *, streams: bool = False
+    ) -> AsyncIterator[None]:
+        """Keep a model loaded during the block; load it before, within the request's deadline and `max_queue_time`. If
+        that takes long, an answer that `streams` is begun with comments.
+
+        Raises ApiError 503 if it cannot be loaded in time, or at all.
+        """
+        request.model = model.name
+        if self.only is not None:
+            yield
+            return
+        asked = asked or Asked()
+        deadline = self._deadline(model, request, asked)
+        for_room = request.arrival_time + (model.settings.max_queue_time or math.inf)
+        waiter = self.policy.enter(model, time.monotonic(), min(deadline, for_room))
+        try:
+            if not waiter.is_admitted:
+                streams = streams and asked.stream is True and not asked.background
+                await self._wait(waiter, request, deadline, streams=streams)
+            yield
+        finally:
+            self.policy.leave(waiter, time.monotonic())
+            self._replan()
+
+    @staticmethod
+    def _deadline(model: ModelServer, request: RequestScope, asked: Asked) -> float:
+        """Return the time by which the request must have its first token, as far as the request or a setting says."""
+        settings = model.settings
+        given = [asked.timeout, asked.ttft_timeout, settings.default_timeout, settings.default_ttft_timeout]
+        given.append(_number(request.headers.get("x-request-timeout")))
+        seconds = [float(each) for each in given if isinstance(each, int | float) and each > 0]
+        return request.arrival_time + min([*seconds, settings.max_timeout])
+
+    async def _wait(
+        self, waiter: Waiter[ModelServer], request: RequestScope, deadline: float, *, streams: bool
+    ) -> None:
+        model, woken = waiter.model, anyio.Event()
+        waiter.wake = woken.set
+        if model.state is ModelState.FAILED and time.monotonic() < model.retry_at:
+            raise self._failure(model)
+        logger.debug("%s: a request waits for the model", model.name)
+        if model.need is None and model.scope is None:
+            self._start(self._measure, model)
+        self._replan()
+        every = self.settings.sse_keep_alive
+        comment_at = time.monotonic() + every if streams and every else math.inf
+        # `max_queue_time` limits the wait for room. A load that has begun is waited for.
+        for latest in (waiter.until, deadline):
+            while not woken.is_set() and (now := time.monotonic()) < latest:
+                with anyio.move_on_after(min(latest, comment_at) - now):
+                    await woken.wait()
+                if not woken.is_set() and time.monotonic() >= comment_at:
+                    comment_at = math.inf
+                    await self._begin_stream(request)
+            if model.state is not ModelState.LOADING:
+                break
+        if waiter.is_admitted:
+            return
+        if waiter.error is None:
+            raise self._lack_of_room(model)
+        raise waiter.error if isinstance(waiter.error, ApiError) else self._failure(model)
+
+    async def _begin_stream(self, request: RequestScope) -> None:
+        """Begin the answer of a request that still waits for its model, with a comment."""
+        if (event := request.dialect.error_event) is None:
+            return
+
+        async def fail(error: ApiError) -> bytes:
+            return event(error, request.request_id)
+
+        every = self.settings.sse_keep_alive
+        comment = request.dialect.keep_alive
+        await request.start_stream(request.dialect.stream_type, error_frame=fail, keep_alive=(every, comment))
+        await request.send_chunk(comment)
+
+    def _failure(self, model: ModelServer) -> ApiError:
+        pause = max(1, math.ceil(model.retry_at - time.monotonic()))
+        return ApiError(
+            503,
+            f"The model {model.name} cannot be served at the moment: {model.error}",
+            code="model_failed",
+            headers={"retry-after": str(pause)},
+        )
+
+    def _lack_of_room(self, model: ModelServer) -> ApiError:
+        others = ", ".join(
+            f"{each.name} ({_size(each.need or 0)}, {'pinned' if each.pinned else f'{each.in_use} requests'})"
+            for each in self.policy.in_the_way_of(model)
+        )
+        need = "" if model.need is None else f" It needs {_size(model.need)} of {_size(self.policy.limit)}."
+        return ApiError(
+            503,
+            f"The model {model.name} could not be loaded in time.{need} In memory: {others or 'no other model'}.",
+            code="model_not_loaded",
+            headers={"retry-after": "5"},
+        )
+
+    def _too_large(self, model: ModelServer) -> ApiError:
+        pinned = ", ".join(each.name for each in self.policy.in_the_way_of(model) if each.pinned)
+        others = f", of which pinned models ({pinned}) keep theirs" if pinned else ""
+        return ApiError(
+            503,
+            f"The model {model.name} does not fit: it needs {_size(model.need or 0)} for weights, KV cache and "
+            f"engine, and the models may take {_size(self.policy.limit)} together{others}. What works: a larger "
+            "setting memory, a smaller kv_cache_memory, or a smaller model.",
+            code="model_too_large",
+            headers={"x-should-retry": "false"},
+        )
+
+    # --- the lifetime
+
+    async def run(self) -> None:
+        """Load the only model or the pinned ones, and serve until cancelled."""
+        server = self.server
+        try:
+            if self.only is not None:
+                await self.only.run(self._only_is_loaded)
+                return
+            await to_thread.run_sync(import_engine)
+            await self._load_pinned()
+        except Exception as error:
+            server.phase = ServerPhase.FAILED
+            self._on_fatal(error)
+            return
+        self._is_serving()
+        while True:
+            await anyio.sleep(CHECK_SECONDS)
+            self._replan()
+            for model in self.models:
+                if model.state is ModelState.LOADED and not model.is_alive and model.scope is not None:
+                    self.policy.failed(model, time.monotonic(), HeadraceError("its engine makes no progress"))
+                    model.scope.cancel()
+
+    def _only_is_loaded(self, need: int) -> None:
+        assert self.only is not None
+        self.policy.loaded(self.only, time.monotonic(), need, time.monotonic() - self.server.started)
+        self._is_serving()
+
+    def _is_serving(self) -> None:
+        self.server.phase = ServerPhase.READY
+        self.server.loaded.set()
+        logger.info("Ready after %.1f s", time.monotonic() - self.server.started)
+
+    async def _load_pinned(self) -> None:
+        for model in self.models:
+            if model.pinned:
+                await self.load(model)
+
+    async def load(self, model: ModelServer) -> None:
+        """Load a model without a request. Raises what made that impossible."""
+        woken = anyio.Event()
+        waiter = self.policy.enter(model, time.monotonic(), math.inf)
+        waiter.wake = woken.set
+        try:
+            if waiter.is_admitted:
+                return
+            if model.need is None and model.scope is None:
+                self._start(self._measure, model)
+            self._replan()
+            await woken.wait()
+        finally:
+            self.policy.leave(waiter, time.monotonic())
+        if waiter.error is not None:
+            raise SettingsError(waiter.error.message) if isinstance(waiter.error, ApiError) else waiter.error
+
+    def unload(self, model: ModelServer) -> bool:
+        """Begin to unload a model. Return False if it has requests or is not loaded."""
+        changes: Changes[ModelServer] = Changes()
+        self.policy.unload(model, changes)
+        self._carry_out(changes)
+        return bool(changes.unload)
+
+    def _start(self, function: Callable[[ModelServer], Any], model: ModelServer) -> None:
+        model.scope = anyio.CancelScope()
+        self.server.start_soon(partial(function, model))
+
+    async def _measure(self, model: ModelServer) -> None:
+        """Open the files of a model, to know its memory before it is loaded."""
+        try:
+            model.need = await model.open()
+        except Exception as error:
+            self._has_failed(model, error)
+        model.scope = None
+        self._replan()
+
+    def _replan(self) -> None:
+        if self.only is not None or self.server.phase not in (ServerPhase.STARTING, ServerPhase.READY):
+            return
+        for waiter in list(self.policy.waiting):
+            if self.policy.is_impossible(waiter.model):
+                waiter.model.files = None
+                self.policy.refuse(waiter.model, self._too_large(waiter.model))
+        self._carry_out(self.policy.plan(time.monotonic()))
+
+    def _carry_out(self, changes: Changes[ModelServer]) -> None:
+        for model in changes.unload:
+            logger.info("%s: is unloaded", model.name)
+            if model.scope is not None:
+                model.scope.cancel()
+        for model in changes.load:
+            self._start(self._serve, model)
+
+    async def _serve(self, model: ModelServer) -> None:
+        """Load a model and run it until it is unloaded or its engine dies."""
+        started = time.monotonic()
+
+        def on_loaded(need: int) -> None:
+            now = time.monotonic()
+            self.policy.loaded(model, now, need, now - started)
+            logger.info("%s: loaded in %.2f s, takes %s", model.name, now - started, _size(need))
+            self._replan()
+
+        assert model.scope is not None
+        try:
+            with model.scope:
+                await model.run(on_loaded)
+        except Exception as error:
+            self._has_failed(model, error)
+        if model.state is not ModelState.FAILED:
+            self.policy.unloaded(model)
+        model.llm = model.scope = None
+        self._replan()
+
+    def _has_failed(self, model: ModelServer, error: Exception) -> None:
+        logger.error("%s: %s", model.name, error, exc_info=None if isinstance(error, HeadraceError) else error)
+        self.policy.failed(model, time.monotonic(), error)
+
+
+def _asked(body: bytes) -> Asked:
+    """Return the fields of a body that matter before its model is loaded. Raises ApiError 400 if it is not an object in
+    JSON."""
+    if not body.strip():
+        return Asked()
+    try:
+        return _ASKED.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        decode_json(body)  # which has better words for what is wrong
+        return Asked()
+
+
+def _size(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable()
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,200 @@
+"""The policy of several models, in virtual time: what it never does, and that no request waits for ever."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.serving.model_policy import ModelPolicy, ModelState, PooledModel, Waiter
+
+LOAD, UNLOAD, TICK = 1.0, 0.25, 0.25  # seconds
+
+
+@dataclass
+class Request:
+    arrival: float
+    model: int
+    seconds: float
+    patience: float
+
+
+@dataclass
+class Outcome:
+    request: Request
+    waited: float | None = None  # None: not admitted in time
+    refused: bool = False
+
+
+class World:
+    """Requests, loads and unloads at their times, and the invariants at each of them."""
+
+    def __init__(self, needs: Sequence[int], limit: int, *, pinned: Sequence[int] = (), load: float = LOAD) -> None:
+        self.policy: ModelPolicy[PooledModel] = ModelPolicy(limit)
+        for number, need in enumerate(needs):
+            model = PooledModel(str(number), pinned=number in pinned)
+            model.need = need
+            self.policy.models[model.name] = model
+        self.load = load
+        self.now = 0.0
+        self.loads: list[tuple[float, str]] = []
+        self.outcomes: list[Outcome] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._number), what))
+
+    def run(self, requests: Sequence[Request], until: float = 1000.0) -> list[Outcome]:
+        for request in requests:
+            self.at(request.arrival, lambda request=request: self._arrive(request))
+        while self._events and self._events[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+            self._plan()
+            if self.policy.waiting and not any(each[2] == self._tick for each in self._events):
+                self.at(self.now + TICK, self._tick)
+        return self.outcomes
+
+    def _tick(self) -> None:
+        """Let time pass, as the pool does."""
+
+    def _arrive(self, request: Request) -> None:
+        model = self.policy.models[str(request.model)]
+        outcome = Outcome(request)
+        self.outcomes.append(outcome)
+        waiter = self.policy.enter(model, self.now, self.now + request.patience)
+
+        def admitted() -> None:
+            if waiter.error is not None:
+                outcome.refused = True
+                return
+            outcome.waited = self.now - request.arrival
+            assert model.state is ModelState.LOADED
+            self.at(self.now + request.seconds, lambda: self.policy.leave(waiter, self.now))
+
+        waiter.wake = admitted
+        if waiter.is_admitted:
+            admitted()
+        else:
+            self.at(waiter.until, lambda: None if waiter.is_admitted else self.policy.leave(waiter, self.now))
+
+    def _plan(self) -> None:
+        busy = {name for name, each in self.policy.models.items() if each.in_use}
+        changes = self.policy.plan(self.now)
+        for model in changes.unload:
+            assert model.name not in busy, "a model with requests was unloaded"
+            assert not model.pinned
+            self.at(self.now + UNLOAD, lambda model=model: self.policy.unloaded(model))
+        for model in changes.load:
+            self.loads.append((self.now, model.name))
+            self.at(self.now + self.load, lambda model=model: self._loaded(model))
+        assert self.policy.used <= self.policy.limit
+
+    def _loaded(self, model: PooledModel) -> None:
+        if model.state is ModelState.LOADING:
+            assert model.need is not None
+            self.policy.loaded(model, self.now, model.need, self.load)
+
+
+REQUESTS = st.lists(
+    st.builds(
+        Request,
+        arrival=st.floats(0, 60),
+        model=st.integers(0, 4),
+        seconds=st.floats(0.01, 20),
+        patience=st.sampled_from([2.0, 30.0, 300.0]),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests=REQUESTS, needs=st.lists(st.integers(1, 10), min_size=5, max_size=5), limit=st.integers(10, 30))
+def test_every_request_that_can_wait_is_served(requests: list[Request], needs: list[int], limit: int) -> None:
+    world = World(needs, limit)
+    for outcome in world.run(requests):
+        waits_long = outcome.request.patience == 300.0
+        assert outcome.waited is not None or not waits_long, "five models take turns of seconds"
+        assert outcome.waited is None or outcome.waited <= outcome.request.patience
+    assert not world.policy.waiting
+    assert all(each.in_use == 0 for each in world.policy.models.values())
+
+
+def test_a_pinned_model_stays_and_others_take_turns_in_the_rest() -> None:
+    world = World([6, 4, 4], 10, pinned=[0])
+    every = [Request(0.0, 0, 0.1, 30), *(Request(1.0 + n, 1 + n % 2, 0.1, 30) for n in range(8))]
+    assert all(outcome.waited is not None for outcome in world.run(every))
+    assert [name for _, name in world.loads].count("0") == 1
+
+
+def test_models_that_fit_side_by_side_are_never_unloaded() -> None:
+    world = World([5, 5], 10)
+    world.run([Request(n * 0.5, n % 2, 0.2, 30) for n in range(100)])
+    assert len(world.loads) == 2
+
+
+def test_the_least_recently_used_model_goes_first() -> None:
+    world = World([5, 5, 5], 10)
+    world.run([Request(0, 0, 0.1, 30), Request(1, 1, 0.1, 30), Request(20, 0, 0.1, 30), Request(30, 2, 0.1, 30)])
+    assert world.policy.models["1"].state is ModelState.UNLOADED
+    assert world.policy.models["0"].state is ModelState.LOADED
+
+
+@pytest.mark.parametrize("load", [1.0, 8.0])
+def test_two_models_that_take_turns_are_swapped_seldom(load: float) -> None:
+    """One request each second, in turns: without a residence there would be a load for each."""
+    world = World([10, 10], 10, load=load)
+    world.run([Request(n, n % 2, 0.1, 60) for n in range(120)])
+    residence = max(5.0, 2 * load)
+    assert all(outcome.waited is not None for outcome in world.outcomes)
+    assert len(world.loads) <= 2 + (world.now / residence)
+
+
+def test_a_busy_model_gives_its_room_up_after_its_turn() -> None:
+    """Two clients of one model that overlap for ever: a request for another one is served all the same."""
+    world = World([10, 10], 10)
+    forever = [Request(n * 0.5, 0, 0.9, 300) for n in range(200)]
+    (other,) = [each for each in world.run([*forever, Request(20.2, 1, 0.1, 30)]) if each.request.model == 1]
+    assert other.waited is not None
+    assert other.waited < 10
+
+
+def test_a_turn_ends_sooner_for_a_request_with_little_time() -> None:
+    world = World([10, 10], 10)
+    first = Request(0, 0, 0.1, 30)
+    (_, late) = world.run([first, Request(4.0, 1, 0.1, 3.5)])
+    assert late.waited is not None
+
+
+def test_a_failing_model_is_tried_again_after_pauses_that_grow() -> None:
+    policy: ModelPolicy[PooledModel] = ModelPolicy(10)
+    model = PooledModel("a")
+    model.need = 5
+    policy.models["a"] = model
+    pauses = []
+    now = 0.0
+    for _ in range(9):
+        waiter: Waiter[PooledModel] = policy.enter(model, now, now + 100)
+        assert policy.plan(now).load == [model]
+        policy.failed(model, now, RuntimeError("broken"))
+        assert str(waiter.error) == "broken"
+        pauses.append(model.retry_at - now)
+        assert not policy.plan(now).load
+        now = model.retry_at
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_model_without_requests_goes_after_its_idle_time_and_a_pinned_one_stays() -> None:
+    policy: ModelPolicy[PooledModel] = ModelPolicy(10)
+    for name in ("idle", "pinned"):
+        model = PooledModel(name, pinned=name == "pinned", idle_unload=60)
+        policy.models[name] = model
+        policy.loaded(model, 0.0, 1, 1.0)
+    assert not policy.plan(59.0).unload
+    assert [each.name for each in policy.plan(60.0).unload] == ["idle"]

@@ -1,0 +1,179 @@
+"""Several models in one server: chosen by name, loaded when asked for, unloaded for each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.harness import Server
+from tests.support.serve_command import ServeCommand
+from tests.support.tiny_model import write_tiny_model
+
+MIB = 2**20
+ADMIN = {"authorization": "Bearer admin-key"}
+EVERY_DIALECT = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "Hello"},
+    "/tokenize": {"prompt": "Hello"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/responses/input_tokens": {"input": "Hello"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models that differ in nothing but their names and the lengths of their contexts."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, context in (("one", 1024), ("two", 2048), ("three", 512)):
+        write_tiny_model(folder / name, max_position_embeddings=context, vocab_size=512)
+    return folder
+
+
+def several(folder: Path, **options: Any) -> Server:
+    usual = {"models_dir": folder, "load_format": "dummy", "max_model_len": "", "model": "", "admin_keys": "admin-key"}
+    return ServeCommand(**{**usual, "kv_cache_memory": "64MiB", "dtype": "float32", **options})
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with several(folder) as running:
+        yield running.wait_ready()
+
+
+def states(server: Server) -> dict[str, str]:
+    return {card["id"]: card["status"] for card in server.client.get("/v1/models").json()["data"]}
+
+
+def engines(server: Server) -> list[int]:
+    """The engines' processes."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            group = int((process / "stat").read_text().rpartition(")")[2].split()[2])
+            if group == server.pid and b"engine_main" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def test_nothing_is_loaded_before_it_is_asked_for_and_the_server_is_healthy(folder: Path) -> None:
+    with several(folder) as server:
+        server.wait_ready()
+        assert states(server) == {"one": "unloaded", "three": "unloaded", "two": "unloaded"}
+        assert server.client.get("/health").status_code == 200
+        assert not engines(server)
+
+
+def test_the_model_of_a_request_is_chosen_by_name_in_every_dialect(server: Server) -> None:
+    for path, body in EVERY_DIALECT.items():
+        for name in ("one", "two"):
+            answer = server.post(path, body | {"model": name})
+            assert answer.status_code == 200, answer.text
+            if "model" in answer.json():
+                assert answer.json()["model"] == name
+            if "max_model_len" in answer.json():
+                assert answer.json()["max_model_len"] == {"one": 1024, "two": 2048}[name]
+        missing = server.post(path, body | {"model": "four"})
+        assert missing.status_code == 404
+        assert "one, three, two" in missing.text
+    found = states(server)
+    assert found["one"] == found["two"] == "loaded"
+
+
+def test_without_a_name_the_first_model_answers(server: Server) -> None:
+    assert server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1}).json()["model"] == "one"
+
+
+def test_a_body_that_is_no_object_is_refused_before_anything_is_loaded(server: Server) -> None:
+    for body in (b"[", b"[]", b'{"model": 3}'):
+        assert server.client.post("/v1/completions", content=body).status_code == 400
+    assert states(server)["three"] == "unloaded"
+
+
+def test_figures_have_the_names_of_the_models(server: Server) -> None:
+    for name in ("one", "two"):
+        server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1, "model": name})
+    page = server.client.get("/metrics").text
+    for name in ("one", "two"):
+        assert f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{name}"}}' in page
+    assert page.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert page.count("\nprocess_resident_memory_bytes ") == 1
+
+
+def test_a_response_is_continued_by_another_model(server: Server) -> None:
+    first = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2, "model": "one"}).json()
+    more = {"input": "And?", "max_output_tokens": 2, "model": "two", "previous_response_id": first["id"]}
+    assert server.post("/v1/responses", more).json()["model"] == "two"
+    again = {"input": "Hello", "max_output_tokens": 2, "model": "one", "background": True}
+    begun = server.post("/v1/responses", again).json()
+    ended = server.poll(
+        lambda: server.client.get(f"/v1/responses/{begun['id']}").json(),
+        lambda response: response["status"] not in ("queued", "in_progress"),
+    )
+    assert ended["model"] == "one"
+
+
+def test_the_folder_is_read_again(folder: Path) -> None:
+    with several(folder, worker_class="asyncio") as server:
+        server.wait_ready()
+        write_tiny_model(folder / "zero", max_position_embeddings=512, vocab_size=512)
+        try:
+            server.send_signal(signal.SIGHUP)
+            server.poll(lambda: states(server), lambda found: "zero" in found)
+        finally:
+            for file in (folder / "zero").iterdir():
+                file.unlink()
+            (folder / "zero").rmdir()
+        server.send_signal(signal.SIGHUP)
+        server.poll(lambda: states(server), lambda found: "zero" not in found)
+
+
+def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
+    with several(folder, memory=f"{2 * 225 * MIB}") as server:
+        server.wait_ready()
+        for name in ("one", "two", "three"):
+            assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": name}).status_code == 200
+        assert states(server) == {"one": "unloaded", "three": "loaded", "two": "loaded"}
+        memory = server.client.get("/startupz").json()["memory"]
+        assert memory["used"] <= memory["limit"]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(folder: Path) -> None:
+    with several(folder, memory="100MiB") as server:
+        answer = server.wait_ready().post("/v1/completions", {"prompt": "a", "model": "one"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_too_large"
+        assert "100.0MiB" in answer.text
+
+
+def test_an_engine_that_dies_takes_only_the_requests_of_its_model(folder: Path) -> None:
+    with several(folder) as server:
+        server.wait_ready()
+        short = {"prompt": "a", "max_tokens": 1}
+        server.post("/v1/completions", short | {"model": "one"})
+        (victim,) = engines(server)
+        server.post("/v1/completions", short | {"model": "two"})
+        long = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with (
+            server.client.stream("POST", "/v1/completions", content=json.dumps(long | {"model": "two"})) as stays,
+            server.client.stream("POST", "/v1/completions", content=json.dumps(long | {"model": "one"})) as dies,
+        ):
+            broken, whole = dies.iter_lines(), stays.iter_lines()
+            next(broken)
+            next(whole)
+            os.kill(victim, signal.SIGKILL)
+            assert any('"error"' in line for line in broken)
+            rest = list(whole)
+        assert not any('"error"' in line for line in rest)
+        assert "data: [DONE]" in rest
+        assert server.client.get("/livez").status_code == 200
+        assert server.post("/v1/completions", short | {"model": "one"}).status_code == 200

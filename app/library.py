@@ -154,10 +154,17 @@ class LLM(engine.frontend.llm.LLM):
 
         given: Any = [prompts] if isinstance(prompts, str) else list(prompts)
         config, embedder = self._files.config, self._files.embedder
-        asked = EmbeddingRequest.model_construct(input=given, prompt_name=prompt_name, dimensions=dimensions)
+        fields: Any = {"prompt_name": prompt_name, "dimensions": dimensions, "pooling": pooling}
+        asked = EmbeddingRequest.model_construct(input=given, **fields)
         inputs = asked.inputs(config.vocab_size, embedder.prompts, embedder.default_prompt) if given else []
         asked.check_dimensions(config.embedding_size)
-        kind, nothing = Pooling(pooling or embedder.pooling or "mean"), SamplingParams(max_tokens=0)
+        if not embedder.pools_prompt and asked.prompt(embedder.prompts, embedder.default_prompt):
+            raise InvalidRequest(
+                "prompt_name: this model leaves the prompt out of the mean, which only a server does.",
+                param="prompt_name",
+            )
+        kind = asked.kind(embedder.pooling or "mean", is_encoder=config.encoder is not None)
+        nothing = SamplingParams(max_tokens=0)
         found = self.generate(inputs, nothing, progress=use_tqdm, pooling=kind)
         return [finished_vector(each.choices[0].hidden_state or b"", dimensions, normalize) for each in found]
 

@@ -167,10 +167,12 @@ async def embed(
     prefill = await server.workload.read(request, partial(body.to_prefill, is_encoder=is_encoder))
     prefill.vector_size = model.embedding_size if pooling is Pooling.TOKENS else 0
     head = new_head(server, request, "embd-", body.model, body.request_id)
+    prompt = "" if embedder.pools_prompt else body.prompt(embedder.prompts, embedder.default_prompt)
     task = GenerationTask(
         head=head,
         body=prefill,
         pooling=pooling,
+        num_unpooled=await model.prompts.count_prompt(prompt, prefill) if isinstance(prompts[0], str) else 0,
         prompts=prompts,
         body_writer=body_writer,
     )

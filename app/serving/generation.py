@@ -70,6 +70,7 @@ class GenerationTask:
     prompts: Prompts
     cuts_to_fit: bool = False  # leave out the oldest turns of a conversation that is too long
     pooling: Pooling | None = None
+    num_unpooled: int = 0  # tokens at the start of each prompt that pooling by mean leaves out
     keeps_prefix: bool = False  # the conversation may be continued
     stream_writer: Callable[[AnswerContext], StreamWriter] | None = None  # None: the body never asks for a stream
     body_writer: Callable[[AnswerContext], BodyWriter]
@@ -230,6 +231,7 @@ def _core_requests(
             cache_salt=body.cache_salt or "",
             pooling=task.pooling,
             second_segment=segments[number] if segments else 0,
+            num_unpooled=task.num_unpooled,
             keeps_prefix=task.keeps_prefix,
             is_private=is_private,
         )

@@ -287,6 +287,15 @@ class PromptEncoder:
 
         return await self._run(encode, size)
 
+    async def count_prompt(self, prompt: str, body: GenerationRequest) -> int:
+        """Return the number of tokens that a prompt before a text takes, with the special tokens before it; 0 for an
+        empty one."""
+        if not prompt:
+            return 0
+        special = self._special_tokens_around[0] if body.add_special_tokens else []
+        (token_ids,) = await self.encode_texts([prompt], len(prompt) + 1, add_special_tokens=False)
+        return len(special) + len(token_ids)
+
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of a prompt, with its special tokens. Unknown ids have no text."""
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)  # see `tokenize`

@@ -21,13 +21,18 @@ from tokenizers import Tokenizer
 from gpu.checkpoint import hf_files
 from gpu.checkpoint.config import MAX_CHAT_TEMPLATE, ModelConfig, ModelError, check_chat_template, shown
 from gpu.checkpoint.embedder import Embedder, embedder_of_directory
-from gpu.checkpoint.families.encoders import encoder_config, encoder_family
+from gpu.checkpoint.families.encoders import (
+    encoder_config,
+    encoder_family,
+    gemma_encoder,
+    is_gemma_encoder,
+)
 from gpu.checkpoint.hf_config import config_from_hf, dtype_of, token_ids
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_layers import BNB_STATE, linear_layers, quantized_layers_of
 from gpu.checkpoint.scorer import as_decoder, scorer_of_directory
 from gpu.checkpoint.tensors import check_shapes, text_name, unstacked
-from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors
+from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors, wordpiece
 from gpu.checkpoint.transformers_config import config_from_transformers, is_for_transformers
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
     scorer = scorer_of_directory(directory, values, name)
     values = as_decoder(values) if scorer is not None and scorer.tokens else values
     quantized, encoder = None, encoder_family(values)
-    embedder = embedder_of_directory(directory, name)
+    embedder = embedder_of_directory(directory, name, is_encoder=encoder is not None or is_gemma_encoder(values))
     if encoder is not None:
         ends = [*eos_token_ids, *_ids_of(special_tokens.get("sep_token"), directory, tokenizer_config)]
         config = encoder_config(
@@ -80,6 +85,8 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
             torch_dtype=dtype_of(values, name),
             eos_token_ids=tuple(dict.fromkeys(ends)),
         )
+    elif is_gemma_encoder(values):
+        config = gemma_encoder(values, eos_token_ids=tuple(eos_token_ids), source=name)
     elif is_for_transformers(values, model_impl):
         config = config_from_transformers(
             directory, values, eos_token_ids=tuple(eos_token_ids), tensors=tensors, source=name
@@ -87,10 +94,19 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
     else:
         config = config_from_hf(values, eos_token_ids=tuple(eos_token_ids), source=name)
         quantized = quantized_layers_of(values, name)
+    if config.encoder is not None:
+        config = embedder.completed(config)
+        folders = [*embedder.dense, *embedder.token_dense]
+        tensors = tensors and (*tensors, *(path for each in folders for path in weight_files(directory / each)))
     if tensors is not None and config.transformers_dir is None:
         config = _with_head(config, embedder, tensors, source=name)
-        read_header = partial(hf_files.read_header, quantized=quantized is not None)
-        headers = [(path, key, each) for path in tensors for key, each in read_header(path).items()]
+        has_integers = quantized is not None or config.encoder is not None  # positions of old encoders
+        read_header = partial(hf_files.read_header, quantized=has_integers)
+        headers = [
+            (path, hf_files.of_module(path, tensors) + key, each)
+            for path in tensors
+            for key, each in read_header(path).items()
+        ]
         arrays: Iterator[tuple[str, Any]] = ((key, _stand_in(path, key, each)) for path, key, each in headers)
         if quantized is not None:
             arrays = linear_layers(arrays, quantized, {key for _, key, _ in headers}, name)
@@ -186,6 +202,8 @@ def _bytes_of(path: Path, tensor: hf_files.SafetensorsTensor) -> Iterator[bytes]
 
 def _tokenizer_path(directory: Path) -> Path:
     path = directory / "tokenizer.json"
+    if not path.is_file() and (directory / "vocab.txt").is_file():
+        return directory / "vocab.txt"
     if not path.is_file():
         raise ModelError(
             f"{directory} has no tokenizer.json, the only tokenizer format that is supported. transformers writes it: "
@@ -198,8 +216,12 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = _tokenizer_path(directory)
     with tokenizer_errors(f"{path} cannot be read"):
         text = hf_files.read_text(path, hf_files.MAX_JSON)
-        check_steps(hf_files.parse_object(text, str(path)), str(path))
-        tokenizer = Tokenizer.from_str(text)
+        if path.suffix == ".txt":
+            config = hf_files.read_json(directory / "tokenizer_config.json", hf_files.MAX_TOKENIZER_CONFIG)
+            tokenizer = wordpiece(text.rstrip("\n").split("\n"), config, source=str(path))
+        else:
+            check_steps(hf_files.parse_object(text, str(path)), str(path))
+            tokenizer = Tokenizer.from_str(text)
         # Some tokenizers were saved with their training's truncation and padding, which would truncate prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()

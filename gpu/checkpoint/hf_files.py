@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ def read_header(path: Path, *, quantized: bool = True) -> dict[str, SafetensorsT
         name: SafetensorsTensor(tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
+
+
+def of_module(path: Path, paths: Sequence[Path]) -> str:
+    """Return what precedes the names of a file's tensors: the folder of a module of sentence-transformers, or "" in the
+    folder of the first of the model's `paths`."""
+    return "" if path.parent == paths[0].parent else f"{path.parent.name}."
 
 
 def _place(path: Path, name: str, entry: Any, quantized: bool) -> tuple[int, int, str]:

@@ -10,11 +10,11 @@ import base64
 import binascii
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gpu.checkpoint.config import FIELDS, ModelError, shown
 
@@ -46,7 +46,7 @@ _GROWTH = {"ByteLevel": 4, "BertNormalizer": 3, "BPEDecoder": 2, "CTC": 2, "Word
 _HARMLESS = {
     "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "Prepend",
     "ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer",
-    "UnicodeScripts",
+    "UnicodeScripts", "BertNormalizer",
 }  # fmt: skip
 _HARMLESS_GROWTH = 4
 
@@ -102,7 +102,8 @@ _KNOWN_PATTERNS |= {*DEEPSEEK_LLM_STEPS, *DEEPSEEK_CODER_STEPS, *DEEPSEEK_V3_STE
 
 
 def is_known(tokenizer: Tokenizer) -> bool:
-    """Return True if the time to encode a text is proportional to its length: byte-pair encoding with known regexes.
+    """Return True if the time to encode a text is proportional to its length: WordPiece, or byte-pair encoding with
+    known regexes.
 
     Unknown regexes may take seconds for a few thousand characters, and a matching thread cannot be stopped.
     """
@@ -115,8 +116,9 @@ def is_known(tokenizer: Tokenizer) -> bool:
     growth = 1.0
     for step in steps:
         growth *= 1 if step["type"] == "ByteLevel" else _growth(step, "the tokenizer")
-    is_bpe = type(tokenizer.model).__name__ == "BPE"
-    return is_bpe and growth <= _HARMLESS_GROWTH and all(map(_is_harmless, steps))
+    is_linear = getattr(tokenizer.model, "max_input_chars_per_word", 0) <= 100  # of WordPiece
+    is_linear &= type(tokenizer.model).__name__ in ("BPE", "WordPiece")
+    return is_linear and growth <= _HARMLESS_GROWTH and all(map(_is_harmless, steps))
 
 
 def _is_harmless(step: dict[str, Any]) -> bool:
@@ -124,6 +126,38 @@ def _is_harmless(step: dict[str, Any]) -> bool:
         return step["type"] in _HARMLESS
     pattern = step["pattern"]
     return "String" in pattern or pattern.get("Regex") in _KNOWN_PATTERNS
+
+
+def wordpiece(tokens: Sequence[str], config: Mapping[str, Any], *, source: str) -> Tokenizer:
+    """Return BERT's tokenizer of the `tokens` of a vocab.txt, with the settings of a tokenizer_config.json. Raises
+    `ModelError` for a vocabulary without its special tokens."""
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    named = {name: _content(config.get(name)) or usual for name, usual in names.items()}
+    ids = {token: index for index, token in enumerate(tokens)}
+    missing = [named[name] for name in ("unk_token", "cls_token", "sep_token") if named[name] not in ids]
+    if missing:
+        raise ModelError(f"{source} lacks {shown(missing[0])}, which every text of this model needs.")
+    check_lengths(tokens, source)
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=named["unk_token"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=config.get("do_lower_case", True) is not False,
+        strip_accents=config.get("strip_accents"),
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True) is not False,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    first, last = named["cls_token"], named["sep_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", last, "$B:1", f"{last}:1"],
+        special_tokens=[(token, ids[token]) for token in (first, last)],
+    )
+    tokenizer.add_special_tokens([token for token in named.values() if token in ids])
+    return tokenizer
+
+
+def _content(token: object) -> object:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def check_steps(tokenizer: dict[str, Any], source: str) -> None:

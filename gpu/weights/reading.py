@@ -19,7 +19,7 @@ from gpu.checkpoint.architecture import DecoderSpec, parts_of
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
-from gpu.checkpoint.hf_files import read_header
+from gpu.checkpoint.hf_files import of_module, read_header
 from gpu.checkpoint.quantized_layers import QuantizedLayer, linear_layers
 from gpu.checkpoint.quantized_rows import PackedRows, from_bfloat16
 from gpu.checkpoint.tensors import (
@@ -117,18 +117,20 @@ def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> 
     release()
 
 
-def _read_safetensors(paths: Iterable[Path]) -> Iterator[tuple[str, NDArray[Any]]]:
+def _read_safetensors(paths: tuple[Path, ...]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Yield views of the mapped files, in the order of the files, so that the disk reads sequentially."""
     for path in paths:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
-        yield from _released(partial(mapped.madvise, mmap.MADV_DONTNEED), _tensors_in(path, mapped))
+        yield from _released(
+            partial(mapped.madvise, mmap.MADV_DONTNEED), _tensors_in(path, mapped, of_module(path, paths))
+        )
 
 
-def _tensors_in(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[Any]]]:
+def _tensors_in(path: Path, mapped: mmap.mmap, prefix: str) -> Iterator[tuple[str, NDArray[Any]]]:
     for name, tensor in sorted(read_header(path).items(), key=lambda item: item[1].offset):
         values = np.frombuffer(mapped, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset)
-        yield name, values.reshape(tensor.shape)
+        yield prefix + name, values.reshape(tensor.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------- dummy

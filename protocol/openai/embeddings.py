@@ -135,9 +135,13 @@ class EmbeddingRequest(EngineRequest):
                 "prompt_name needs input as text: token ids were sent. Leave out prompt_name or send text.",
                 param="prompt_name",
             )
-        name = default if self.prompt_name is None else self.prompt_name
-        prompt = "" if name is None else prompts[name]
+        prompt = self.prompt(prompts, default)
         return [prompt + each if isinstance(each, str) else each for each in inputs] if prompt else inputs
+
+    def prompt(self, prompts: Mapping[str, str], default: str | None) -> str:
+        """Return the prompt with which texts begin."""
+        name = default if self.prompt_name is None else self.prompt_name
+        return "" if name is None or self.messages is not None else prompts[name]
 
     def check_dimensions(self, available: int) -> None:
         """Raise `InvalidRequest` if the model's vectors are shorter than `dimensions`."""

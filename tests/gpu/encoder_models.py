@@ -17,6 +17,9 @@ from transformers import (
     BertConfig,
     CamembertConfig,
     DistilBertConfig,
+    Gemma3TextConfig,
+    ModernBertConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     RobertaConfig,
     XLMRobertaConfig,
@@ -42,6 +45,8 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 ROBERTA = SHAPE | {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 68}
+FULL, LOCAL = "full_attention", "sliding_attention"
+MODERN = SHAPE | {"eos_token_id": 3, "bos_token_id": 2, "cls_token_id": 2, "sep_token_id": 3, "local_attention": 10}
 DISTIL = {"vocab_size": 67, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 66}
 
 ENCODERS: dict[str, PreTrainedConfig] = {
@@ -50,6 +55,25 @@ ENCODERS: dict[str, PreTrainedConfig] = {
     "roberta": RobertaConfig(**ROBERTA),
     "xlm-roberta": XLMRobertaConfig(**ROBERTA | {"hidden_act": "relu"}),
     "camembert": CamembertConfig(**ROBERTA),
+    "nomic-bert": NomicBertConfig(**SHAPE),
+    "modern-bert": ModernBertConfig(**MODERN),
+    "modern-bert-with-biases": ModernBertConfig(
+        **MODERN | {"hidden_activation": "silu", "layer_types": [FULL, LOCAL, LOCAL]},
+        attention_bias=True,
+        mlp_bias=True,
+        norm_bias=True,
+        classifier_bias=True,
+        classifier_pooling="mean",
+    ),
+    "embedding-gemma": Gemma3TextConfig(
+        **SHAPE,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=[LOCAL, FULL, LOCAL],
+        query_pre_attn_scalar=10,
+        use_bidirectional_attention=True,
+    ),
     "distilbert": DistilBertConfig(**DISTIL, initializer_range=0.3, pad_token_id=0),
 }
 

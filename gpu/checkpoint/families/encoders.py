@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from gpu.checkpoint.architecture import Heads, Part, RMSNormSpec, Rope, fused
+from gpu.checkpoint.architecture import GeGLUSpec, Heads, Part, Rope, fused
 from gpu.checkpoint.config import FIELDS, FLAG, HeaderField, ModelConfig, ModelError, check_field, shown
 from gpu.checkpoint.encoder import (
     DenseSpec,
@@ -17,6 +17,8 @@ from gpu.checkpoint.encoder import (
     EncoderSpec,
     LayerNormSpec,
 )
+from gpu.checkpoint.families.gemma import GEMMA3
+from gpu.checkpoint.hf_config import FULL, SLIDING, config_from_hf
 
 CLASSIFIER = "ForSequenceClassification"
 ACTIVATIONS = {
@@ -64,14 +66,13 @@ class EncoderValues:
             f"{self.where}: {name}={shown(self.values.get(name))} is not supported; it must be {allowed}."
         )
 
-    def norm(self, name: str, gguf: str, *, bias: bool = True) -> LayerNormSpec:
-        size = (self.number("hidden_size"),)
-        return LayerNormSpec(Part(name, gguf, size, bias=bias), self.number("layer_norm_eps"))
+    def norm(self, name: str, gguf: str) -> LayerNormSpec:
+        part = Part(name, gguf, (self.number("hidden_size"),), bias=self.flag("norm_bias", True))
+        return LayerNormSpec(part, self.number("layer_norm_eps"))
 
-    def dense(self, name: str, gguf: str, outputs: int, activation: str = "identity", **more: Any) -> DenseSpec:
+    def dense(self, name: str, gguf: str, outputs: int, activation: str = "identity", bias: bool = True) -> DenseSpec:
         shape = (outputs, self.number("hidden_size"))
-        norm = more.pop("norm", None)
-        return DenseSpec(weight=Part(name, gguf, shape, **{"bias": True} | more), activation=activation, norm=norm)
+        return DenseSpec(weight=Part(name, gguf, shape, bias=bias), activation=activation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,5 +273,198 @@ DISTILBERT = EncoderFamily(
     spec=partial(_bert, names=_DISTILBERT_NAMES, head=("pre_classifier", "classifier", "relu")),
 )
 
-ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, DISTILBERT)
-_ = (RMSNormSpec, fused)
+
+# NomicBERT: BERT with rotary positions, gated networks and few biases. config.json of the published models has GPT-2's
+# names. Their scaling of positions beyond those of the training is refused.
+def _nomic_layer(found: EncoderValues, index: int) -> EncoderLayerSpec:
+    hidden, inner = found.number("hidden_size"), found.number("intermediate_size")
+    prefix, gguf = f"encoder.layers.{index}.", f"blk.{index}."
+    part = Part(prefix, gguf, (hidden, hidden))
+    qkv = (replace(part, name=f"{prefix}attn.{letter}_proj", gguf=f"{gguf}attn_{letter}") for letter in "qkv")
+    return EncoderLayerSpec(
+        attention_norm=None,
+        attention=_attention(
+            found,
+            fused(f"{prefix}attn.Wqkv", f"{gguf}attn_qkv", *qkv),
+            replace(part, name=f"{prefix}attn.out_proj", gguf=f"{gguf}attn_output"),
+            Rope(_theta(found, found.values.get("rope_parameters"), 1000.0)),
+        ),
+        attention_sum_norm=found.norm(f"{prefix}norm1", f"{gguf}attn_output_norm"),
+        feed_forward_norm=None,
+        feed_forward=EncoderNetworkSpec(
+            up=Part(f"{prefix}mlp.fc11", f"{gguf}ffn_up", (inner, hidden)),
+            down=Part(f"{prefix}mlp.fc2", f"{gguf}ffn_down", (hidden, inner)),
+            activation=found.activation("hidden_act"),
+            gate=Part(f"{prefix}mlp.fc12", f"{gguf}ffn_gate", (inner, hidden)),
+        ),
+        feed_forward_sum_norm=found.norm(f"{prefix}norm2", f"{gguf}layer_output_norm"),
+    )
+
+
+def _nomic(found: EncoderValues) -> EncoderSpec:
+    layers = tuple(_nomic_layer(found, index) for index in range(found.number("num_hidden_layers")))
+    spec = _bert(found, names=_BERT_NAMES | {"norm": "emb_ln"})
+    return replace(spec, positions=None, layers=layers)
+
+
+def _theta(found: EncoderValues, rope: Any, default: float, key: str = "rotary_emb_base") -> float:
+    """Return the base of a rotation: of `rope_parameters`, or under an older key."""
+    rope = rope if isinstance(rope, dict) else {}
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"{found.where}: rope_type={shown(rope['rope_type'])} is not supported for encoders.")
+    theta = rope.get("rope_theta", found.values.get(key, found.values.get("rope_theta", default)))
+    return float(check_field(FIELDS["rope_theta"], theta, key="rope_theta", source=found.where))
+
+
+NOMIC_BERT = EncoderFamily(
+    names=("NomicBert",),
+    model_type="nomic_bert",
+    gguf="nomic-bert",
+    defaults={**_BERT_DEFAULTS, "vocab_size": 30528, "max_position_embeddings": 2048, "hidden_act": "silu"},
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "hidden_act": "activation_function",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "max_position_embeddings": "max_trained_positions",
+    },
+    allowed={
+        **dict.fromkeys(
+            ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "causal"), (False,)
+        ),
+        **dict.fromkeys(("parallel_block", "rotary_emb_interleaved"), (False,)),
+        "rotary_emb_fraction": (1.0,),
+        "rotary_scaling_factor": (),
+    },
+    spec=_nomic,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ pre-norm
+# ModernBERT (Warner et al., arXiv:2412.13663): norms before attention and network, and layers that see only the tokens
+# near by.
+
+
+def _modern_layer(found: EncoderValues, index: int, kind: str) -> EncoderLayerSpec:
+    hidden, inner = found.number("hidden_size"), found.number("intermediate_size")
+    prefix, gguf = f"model.layers.{index}.", f"blk.{index}."
+    has_bias, of_network = found.flag("attention_bias"), found.flag("mlp_bias")
+    is_full, rope = kind == FULL, found.values.get("rope_parameters")
+    theta, key = (160000.0, "global_rope_theta") if is_full else (10000.0, "local_rope_theta")
+    part = Part(prefix, gguf, (hidden, hidden), bias=has_bias)
+    qkv = (replace(part, name=f"{prefix}attn.{letter}_proj", gguf=f"{gguf}attn_{letter}") for letter in "qkv")
+    gate, up = (Part(f"{prefix}mlp.{name}", gguf, (inner, hidden), bias=of_network) for name in ("gate", "up"))
+    gate, up = fused(f"{prefix}mlp.Wi", f"{gguf}ffn_up", gate, up)
+    return EncoderLayerSpec(
+        attention_norm=found.norm(f"{prefix}attn_norm", f"{gguf}attn_norm") if index else None,
+        attention=_attention(
+            found,
+            fused(f"{prefix}attn.Wqkv", f"{gguf}attn_qkv", *qkv),
+            replace(part, name=f"{prefix}attn.Wo", gguf=f"{gguf}attn_output"),
+            Rope(_theta(found, rope.get(kind) if isinstance(rope, dict) else None, theta, key)),
+            None if is_full else found.number("local_attention") // 2,
+        ),
+        feed_forward_norm=found.norm(f"{prefix}mlp_norm", f"{gguf}ffn_norm"),
+        feed_forward=EncoderNetworkSpec(
+            up=up,
+            down=Part(f"{prefix}mlp.Wo", f"{gguf}ffn_down", (hidden, inner), bias=of_network),
+            activation=found.activation("hidden_activation"),
+            gate=gate,
+        ),
+    )
+
+
+def _modern(found: EncoderValues) -> EncoderSpec:
+    count, every = found.number("num_hidden_layers"), found.number("global_attn_every_n_layers", 3)
+    kinds = found.values.get("layer_types") or [SLIDING if index % every else FULL for index in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {FULL, SLIDING}:
+        raise found.error("layer_types", f"a list of {count} times {FULL} or {SLIDING}")
+    pooling = found.values.get("classifier_pooling", "cls")
+    if pooling not in ("cls", "mean"):
+        raise found.error("classifier_pooling", "cls or mean")
+    classifier: tuple[DenseSpec, ...] = ()
+    if found.labels:
+        dense, bias = ("head.dense", "cls", found.number("hidden_size")), found.flag("classifier_bias")
+        first = found.dense(*dense, found.activation("classifier_activation"), bias=bias)
+        first = replace(first, norm=found.norm("head.norm", "cls.norm"))
+        classifier = (first, found.dense("classifier", "cls.output", found.labels))
+    return EncoderSpec(
+        embedding=Part(
+            "embeddings.tok_embeddings", "token_embd", (found.number("vocab_size"), found.number("hidden_size"))
+        ),
+        embedding_norm=found.norm("embeddings.norm", "token_embd_norm"),
+        layers=tuple(_modern_layer(found, index, kind) for index, kind in enumerate(kinds)),
+        norm=found.norm("final_norm", "output_norm"),
+        head=None,
+        classifier=classifier,
+        classifier_pooling=pooling,
+    )
+
+
+MODERN_BERT = EncoderFamily(
+    names=("ModernBert",),
+    model_type="modernbert",
+    gguf="modern-bert",
+    defaults={
+        "vocab_size": 50368,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "norm_bias": False,
+        "local_attention": 128,
+    },
+    aliases={"layer_norm_eps": "norm_eps"},
+    spec=_modern,
+)
+
+ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, DISTILBERT, NOMIC_BERT, MODERN_BERT)
+
+
+# ---------------------------------------------------------------------------------------------------------------- gemma
+# EmbeddingGemma is Gemma 3 with attention to later tokens, too: its window has both sides.
+
+
+def is_gemma_encoder(values: Mapping[str, Any]) -> bool:
+    """Return True for a config.json of Gemma 3 with attention in both directions."""
+    return values.get("architectures") == ["Gemma3TextModel"] and values.get("use_bidirectional_attention") is True
+
+
+def gemma_encoder(values: Mapping[str, Any], **more: Any) -> ModelConfig:
+    """Return the configuration of such an encoder. `more` are arguments of `config_from_hf`."""
+    values = {**values, "architectures": [GEMMA3.name], "use_bidirectional_attention": False}
+    return as_encoder(config_from_hf(values, **more))
+
+
+def as_encoder(config: ModelConfig) -> ModelConfig:
+    """Return a configuration of Gemma 3 with attention in both directions."""
+    spec = GEMMA3.spec(config)
+    layers = []
+    for layer in spec.layers:
+        attention, network = layer.attention, layer.feed_forward
+        window = attention.heads.window
+        fields = vars(attention) | {"heads": replace(attention.heads, window=None)}
+        assert isinstance(network, GeGLUSpec)
+        layers.append(
+            EncoderLayerSpec(
+                **vars(layer)
+                | {
+                    "attention": EncoderAttentionSpec(**fields, reach=None if window is None else window // 2),
+                    "feed_forward": EncoderNetworkSpec(
+                        up=network.up, down=network.down, activation="gelu_tanh", gate=network.gate
+                    ),
+                }
+            )
+        )
+    encoder = EncoderSpec(
+        embedding=spec.embedding,
+        embedding_scale=spec.embedding_scale,
+        layers=tuple(layers),
+        norm=spec.norm,
+        head=None,
+    )
+    return replace(config, architecture="Gemma3TextModel", tie_word_embeddings=True, encoder=encoder)

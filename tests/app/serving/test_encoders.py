@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.gpu.checkpoint.test_encoder_files import add_modules, write
 from tests.gpu.encoder_models import ENCODERS, cosine, hidden_states, make_checkpoint, word_tokenizer
 from tests.support.harness import Server
 
@@ -22,7 +23,10 @@ TEXTS = ["the cat sat on the mat", "a mat, a cat!", "on"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     directory = tmp_path_factory.mktemp("encoder")
-    return directory, make_checkpoint(directory, ENCODERS["bert"])
+    model = make_checkpoint(directory, ENCODERS["bert"])
+    add_modules(directory, "Pooling", include_prompt=False)
+    write(directory, "config_sentence_transformers.json", {"prompts": {"query": "the cat "}})
+    return directory, model
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,11 @@ def test_a_request_chooses_the_pooling(server: Server, model: tuple[Path, Any], 
     places = np.arange(1, len(rows) + 1)[:, None]
     kinds = {"cls": rows[0], "last": rows[-1], "weighted_mean": (rows * places).sum(0)}
     assert cosine(found, kinds[pooling]) > 0.999999
+
+
+def test_a_prompt_is_left_out_of_the_mean_if_the_authors_say_so(server: Server, model: tuple[Path, Any]) -> None:
+    (found,) = vectors(server, input="sat", prompt_name="query")
+    assert cosine(found, hidden_states(model[1], word_tokenizer().encode("the cat sat").ids)[3:].mean(0)) > 0.999999
 
 
 def test_vectors_come_as_numbers_of_8_bits_as_signs_and_in_base64(

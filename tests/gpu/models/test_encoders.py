@@ -37,7 +37,7 @@ def test_a_prompt_in_a_batch_has_the_vector_that_it_has_alone(name: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "embedding-gemma"])
 @pytest.mark.parametrize("labels", [1, 3])
 def test_logits_of_pairs_are_those_of_transformers(name: str, labels: int, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, ENCODERS[name], labels=labels)

@@ -28,9 +28,19 @@ from gpu.checkpoint.config import (
     shown,
 )
 from gpu.checkpoint.embedder import embedder_of_gguf
+from gpu.checkpoint.encoder import DenseSpec
 from gpu.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
-from gpu.checkpoint.families.gemma import GEMMA3N, GEMMA4, values_of_gguf
+from gpu.checkpoint.families.encoders import (
+    BERT,
+    BERT_AS_ROBERTA,
+    CLASSIFIER,
+    ENCODERS,
+    EncoderFamily,
+    as_encoder,
+    encoder_config,
+)
+from gpu.checkpoint.families.gemma import GEMMA3, GEMMA3N, GEMMA4, values_of_gguf
 from gpu.checkpoint.families.hybrid import GRANITE_4, LFM2_MOE
 from gpu.checkpoint.families.qwen_hybrid import QWEN3_5_MOE, QWEN3_NEXT, SORTED, TILED
 from gpu.checkpoint.families.table import FAMILIES, LLAMA, MIXTRAL, spec_of
@@ -49,11 +59,20 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     """Open a GGUF file. Raises `ModelError` if it is damaged or its model is not supported."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
+    is_encoder = config.encoder is not None
+    pooling = f"{file.require('general.architecture', str)}.pooling_type"
+    pooled = file.metadata.get(pooling)
+    embedder = embedder_of_gguf(pooled, f"metadata {pooling}", path.name, is_encoder=is_encoder)
+    if is_encoder:
+        dense = {name: file.tensors[f"{name}.weight"].shape for name in _DENSE if f"{name}.weight" in file.tensors}
+        layers = {
+            name: DenseSpec(weight=Part(name, name, shape), activation="identity") for name, shape in dense.items()
+        }
+        config = replace(embedder, dense=layers).completed(config)
     shapes = ((name, _shape(tensor, part)) for name, tensor, part in _named(file, config))
     check_shapes(shapes, config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
     architecture = file.require("general.architecture", str)
-    pooling = f"{architecture}.pooling_type"
     return ModelFiles(
         name=name,
         config=config,
@@ -61,7 +80,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         special_tokens=special_tokens_from_gguf(file),
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         tensors=file,
-        embedder=embedder_of_gguf(file.metadata.get(pooling), f"metadata {pooling}", path.name),
+        embedder=embedder,
         scorer=named_reranker(f"{name} {file.metadata.get('general.name')}", architecture),
         load_sampling=partial(default_sampling, file.metadata.get, GGUF_KEYS, path.name),
     )
@@ -81,7 +100,7 @@ def read_tensors(
         if part is not None and part.expert is not None:
             packed = packed[part.expert]
         if part is not None and _is_fused(part):
-            packed = packed[part.rows]
+            packed = packed[part.rows] if dtype is None or len(tensor.shape) > 1 else packed.view(dtype)[part.rows]
         shape = _shape(tensor, part)
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype).reshape(shape)
         weight = sliced(whole, ranges[name])
@@ -160,6 +179,22 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
 
 
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
+_GEMMA_ENCODER = "gemma-embedding"
+GGUF_FAMILIES[_GEMMA_ENCODER] = GEMMA3
+GGUF_ENCODERS = {family.gguf: family for family in ENCODERS if family.gguf is not None}
+_DENSE = ("dense_2", "dense_3")  # layers after pooling
+_ENCODER_KEYS = {  # names in config.json -> keys
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "hidden_activation": "hidden_activation",
+    "local_attention": "attention.sliding_window",
+    "global_attn_every_n_layers": "attention.sliding_window_pattern",
+}
+_ENCODER_ROPE = {"rotary_emb_base": "freq_base", "global_rope_theta": "freq_base", "local_rope_theta": "freq_base_swa"}
 
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(nextn\.)?")
 _UNSORTED = ".ssm_in.weight"  # Qwen3-Next's as older converters left it
@@ -172,10 +207,12 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "toke
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """Return the configuration of the model in `file`. Raises `ModelError` if it is incomplete or not supported."""
     architecture = file.require("general.architecture", str)
+    if architecture in GGUF_ENCODERS:
+        return _encoder_config(file, GGUF_ENCODERS[architecture])
     if architecture not in GGUF_FAMILIES:
         raise ModelError(
             f"{file.path.name} holds a model of architecture {shown(architecture)}; supported in GGUF files are "
-            f"{', '.join(GGUF_FAMILIES)}. More are served from a Hugging Face directory."
+            f"{', '.join([*GGUF_FAMILIES, *GGUF_ENCODERS])}. More are served from a Hugging Face directory."
         )
     family = GGUF_FAMILIES[architecture]
     has_experts = any(field.gguf == "expert_count" for field in family.numbers.values())
@@ -255,7 +292,33 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     )
     config = family.complete(config, {}, file.path.name)
     check_config(config, source=file.path.name)
-    return config
+    return as_encoder(config) if architecture == _GEMMA_ENCODER else config
+
+
+def _encoder_config(file: GGUFFile, family: EncoderFamily) -> ModelConfig:
+    """Return the configuration of an encoder. A classification head is served as XLM-RoBERTa has it; files of BERT's
+    lack a part, and files of ModernBERT do not say how theirs pools."""
+    keys = _ENCODER_KEYS | {name: f"rope.{key}" for name, key in _ENCODER_ROPE.items()}
+    values = {name: file.metadata.get(f"{family.gguf}.{key}") for name, key in keys.items()}
+    if isinstance(eps := values["layer_norm_eps"], float):
+        values["layer_norm_eps"] = _shortest(eps)
+    tensors, head = file.tensors, "Model"
+    for name, tensor in (("vocab_size", "token_embd.weight"), ("type_vocab_size", "token_types.weight")):
+        values[name] = tensors[tensor].shape[0] if tensor in tensors else 0
+    flags = {"attention_bias": "blk.0.attn_qkv", "norm_bias": "token_embd_norm", "mlp_bias": "blk.0.ffn_up"}
+    values |= {name: f"{tensor}.bias" in tensors for name, tensor in flags.items()}
+    if family is BERT and {"cls.weight", "cls.output.weight"} <= tensors.keys():
+        family, head = BERT_AS_ROBERTA, CLASSIFIER
+        values["num_labels"] = tensors["cls.output.weight"].shape[0]
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "seperator")]
+    return encoder_config(
+        family,
+        head,
+        values,
+        where=f"{file.path.name}, metadata of {family.gguf}",
+        torch_dtype="float32",
+        eos_token_ids=tuple(dict.fromkeys(each for each in ends if each is not None)),
+    )
 
 
 def _eos_token_ids(file: GGUFFile) -> tuple[int, ...]:

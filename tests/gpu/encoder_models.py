@@ -71,7 +71,7 @@ ENCODERS: dict[str, PreTrainedConfig] = {
         head_dim=16,
         sliding_window=8,
         layer_types=[LOCAL, FULL, LOCAL],
-        query_pre_attn_scalar=10,
+        query_pre_attn_scalar=16,
         use_bidirectional_attention=True,
     ),
     "distilbert": DistilBertConfig(**DISTIL, initializer_range=0.3, pad_token_id=0),

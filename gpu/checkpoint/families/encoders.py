@@ -245,6 +245,7 @@ _ROBERTA_HEAD = ("classifier.dense", "classifier.out_proj", "tanh")
 BERT = EncoderFamily(
     names=("Bert",), model_type="bert", gguf="bert", defaults=_BERT_DEFAULTS, allowed=_ABSOLUTE, spec=_bert
 )
+BERT_AS_ROBERTA = replace(BERT, spec=partial(_bert, head=_ROBERTA_HEAD))  # GGUF files of RoBERTa say BERT, too
 ROBERTA = EncoderFamily(
     names=("Roberta",),
     model_type="roberta",
@@ -312,7 +313,7 @@ def _theta(found: EncoderValues, rope: Any, default: float, key: str = "rotary_e
     rope = rope if isinstance(rope, dict) else {}
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"{found.where}: rope_type={shown(rope['rope_type'])} is not supported for encoders.")
-    theta = rope.get("rope_theta", found.values.get(key, found.values.get("rope_theta", default)))
+    theta = rope.get("rope_theta", found.values.get(key, default))
     return float(check_field(FIELDS["rope_theta"], theta, key="rope_theta", source=found.where))
 
 

@@ -1,0 +1,123 @@
+"""GGUF files of encoders, written as llama.cpp's converter writes them, have the vectors of their checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from engine.messages import Pooling
+from gpu.checkpoint import ModelError, open_model
+from tests.gpu.encoder_models import ENCODERS, WORDS, encoded, make_checkpoint, prompts, word_tokenizer
+
+KINDS = {
+    "bert": "bert",
+    "roberta": "bert",
+    "distilbert": "bert",
+    "nomic-bert": "nomic-bert",
+    "modern-bert": "modern-bert",
+    "modern-bert-with-biases": "modern-bert",
+    "embedding-gemma": "gemma-embedding",
+}
+SKIPPED = ("pooler.", "embeddings.position_ids")
+
+
+def write_gguf(path: Path, directory: Path, name: str, pooling: int = 1, **more: np.ndarray) -> Path:
+    """Write the checkpoint of `ENCODERS[name]` in `directory` as a GGUF file. `more` are further tensors."""
+    config, kind = ENCODERS[name], KINDS[name]
+    writer = gguf.GGUFWriter(str(path), kind)
+    offset = (config.pad_token_id or 0) + 1 if name == "roberta" else 0
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings - offset)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or config.hidden_dim)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_pooling_type(gguf.PoolingType(pooling))
+    if kind == "gemma-embedding":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_sliding_window(8)
+        writer.add_rope_freq_base(1e6)
+        writer.add_array(f"{kind}.attention.sliding_window_pattern", [True, False, True])
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", getattr(config, "norm_eps", 1e-12)))
+    if kind == "nomic-bert":
+        writer.add_rope_freq_base(1000.0)
+    if kind == "modern-bert":
+        writer.add_rope_freq_base(160000.0)
+        writer.add_sliding_window(config.local_attention)
+        writer.add_sliding_window_pattern(3)
+        writer.add_string(f"{kind}.hidden_activation", config.hidden_activation)
+    writer.add_tokenizer_model("bert")
+    special = WORDS[:5]
+    spelled = [word if word in special else word[2:] if word.startswith("##") else f"\u2581{word}" for word in WORDS]
+    writer.add_token_list(spelled)
+    writer.add_token_types([3 if word in special else 1 for word in WORDS])
+    for key, index in (("unknown", 1), ("cls", 2), ("seperator", 3), ("padding", 0)):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", index)
+    architecture = {text: each for each, text in gguf.MODEL_ARCH_NAMES.items()}[kind]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for given, values in load_file(directory / "model.safetensors").items():
+        in_hf = given.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
+        if in_hf.startswith(SKIPPED):
+            continue
+        if in_hf == "embeddings.position_embeddings.weight":
+            rows = values[offset:]
+        else:
+            rows = values + 1 if kind == "gemma-embedding" and in_hf.endswith("norm.weight") else values
+        found = names.get_name(in_hf, try_suffixes=(".weight", ".bias"))
+        assert found is not None, in_hf
+        writer.add_tensor(found, np.ascontiguousarray(rows))
+    for added, values in more.items():
+        writer.add_tensor(f"{added}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "bert" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
+def test_vectors_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS[name])
+    file = write_gguf(tmp_path / "model.gguf", tmp_path, name)
+    files = open_model(str(file))
+    assert files.embedder.pooling == "mean"
+    given = [[token for token in each if token != 1] for each in prompts()]  # RoBERTa's padding has no other position
+    for vector, wanted in zip(encoded(files, given), encoded(tmp_path, given), strict=True):
+        np.testing.assert_allclose(vector, wanted, atol=1e-5)
+    for text in ("The cat, sat on the mat!", "unknown 中"):
+        assert files.tokenizer.encode(text).ids == word_tokenizer().encode(text).ids
+
+
+def test_dense_layers_and_heads_are_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS["embedding-gemma"])
+    weights = {"dense_2": np.random.rand(40, 32).astype("f4"), "dense_3": np.random.rand(8, 40).astype("f4")}
+    files = open_model(str(write_gguf(tmp_path / "model.gguf", tmp_path, "embedding-gemma", **weights)))
+    plain, (found,) = encoded(tmp_path, prompts()[1:2])[0], encoded(files, prompts()[1:2])
+    np.testing.assert_allclose(found, weights["dense_3"] @ weights["dense_2"] @ plain, rtol=1e-4)
+
+
+def test_a_reranker_has_the_logits_of_its_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS["roberta"], labels=1)
+    files = open_model(str(write_gguf(tmp_path / "model.gguf", tmp_path, "roberta", pooling=4)))
+    given = [[token for token in each if token != 1] for each in prompts()]
+    for logits, wanted in zip(
+        encoded(files, given, Pooling.CLASSIFY), encoded(tmp_path, given, Pooling.CLASSIFY), strict=True
+    ):
+        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("wrong", "match"), [({"extra": np.zeros((2, 2), "f4")}, r"unknown: 'extra\.weight'")])
+def test_an_unknown_tensor_is_named(wrong: dict[str, Any], match: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS["bert"])
+    with pytest.raises(ModelError, match=match):
+        open_model(str(write_gguf(tmp_path / "model.gguf", tmp_path, "bert", **wrong)))

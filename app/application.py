@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import anyio
 from anyio import to_thread
@@ -35,13 +35,11 @@ from app.http.listening import Certificate, stop_listening
 from app.http.middleware import UPLOAD_PATH, Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
 from app.http.scope import Handler
 from app.observability.logs import configure_logging
-from app.routes import batches, generation, ollama, operations, pages, responses
+from app.routes import generation, ollama, operations, pages, responses
 from app.routes.generation import dialect_handlers
 from app.routes.scoring import scoring_handlers
 from app.runtime import measure_lag
-from app.serving.batches import BatchRunner
 from app.serving.endpoint import Endpoint, refuse_with
-from app.serving.files import FileStore
 from app.serving.model_pool import ModelPool, PoolHandler
 from app.serving.model_server import ModelHandler
 from app.serving.process import Shutdown, keep_informed, reload_on_hangup
@@ -50,6 +48,9 @@ from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
 from protocol.ollama.requests import EmbedRequest, GenerateRequest, OllamaChatRequest, PromptEmbedRequest
 from protocol.openai.batches import ENDPOINTS
+
+if TYPE_CHECKING:
+    from app.serving.batches import BatchRunner
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,10 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
     ]
     runner: BatchRunner | None = None
     if settings.files_dir is not None:
+        from app.routes import batches  # with SQLite and a parser of forms, which other servers do not need
+        from app.serving.batches import BatchRunner
+        from app.serving.files import FileStore
+
         store = FileStore(settings.files_dir, settings)
         runner = BatchRunner(server, store, {each.path: each.endpoint for each in routes if each.path in ENDPOINTS})
         routes.append(route("POST", UPLOAD_PATH, partial(batches.upload_file, store), reads_body=True))

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -53,32 +54,43 @@ def _state(client: openai.OpenAI, batch_id: str) -> Any:
     return client.batches.retrieve(batch_id)
 
 
-def stream(client: openai.OpenAI, target: Target, num_tokens: int, times: list[list[float]]) -> None:
-    """Append the times of the beginning and of every token of one stream."""
-    seen = [time.perf_counter()]
-    more = {"ignore_eos": True}
-    answer = client.completions.create(
-        model=target.model, prompt="The history of the sea", max_tokens=num_tokens, stream=True, extra_body=more
-    )
-    seen += (time.perf_counter() for _ in answer)
-    times.append(seen)
+class Stream(threading.Thread):
+    """One stream; `times` are those of its beginning and of every token."""
+
+    def __init__(self, client: openai.OpenAI, model: str, num_tokens: int) -> None:
+        super().__init__()
+        self.times = [time.perf_counter()]
+        self.has_begun = threading.Event()
+        body = {"prompt": "The history of the sea", "max_tokens": num_tokens, "stream": True}
+        self._ask: Any = partial(client.completions.create, model=model, **body, extra_body={"ignore_eos": True})
+
+    def run(self) -> None:
+        for _ in self._ask():
+            self.times.append(time.perf_counter())
+            self.has_begun.set()
 
 
 def measure(client: openai.OpenAI, target: Target, num_streams: int, num_tokens: int) -> dict[str, float]:
-    """Return milliseconds: the mean, median and 99th percentile of gaps, and the median to the first token."""
-    times: list[list[float]] = []
-    threads = [threading.Thread(target=stream, args=(client, target, num_tokens, times)) for _ in range(num_streams)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    gaps = sorted(1e3 * (later - earlier) for seen in times for earlier, later in pairwise(seen[1:]))
-    first = statistics.median(1e3 * (seen[1] - seen[0]) for seen in times)
+    """Return milliseconds: of gaps, of the first token, and of the server's processors per token, while all streams
+    have begun. Processor time does not depend on what else the machine does."""
+    streams = [Stream(client, target.model, num_tokens) for _ in range(num_streams)]
+    for each in streams:
+        each.start()
+    for each in streams:
+        each.has_begun.wait()
+    begun, processors = time.perf_counter(), target.cpu_seconds()
+    streams[0].join()
+    ended, processors = time.perf_counter(), target.cpu_seconds() - processors
+    for each in streams:
+        each.join()
+    gaps = sorted(1e3 * (later - earlier) for each in streams for earlier, later in pairwise(each.times[1:]))
+    tokens = sum(begun < at <= ended for each in streams for at in each.times)
     return {
         "gap mean": statistics.mean(gaps),
         "gap p50": gaps[len(gaps) // 2],
         "gap p99": gaps[len(gaps) * 99 // 100],
-        "first token": first,
+        "processor": 1e3 * processors / tokens,
+        "first token": statistics.median(1e3 * (each.times[1] - each.times[0]) for each in streams),
     }
 
 

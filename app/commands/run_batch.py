@@ -21,6 +21,7 @@ from app.application import create_app
 from app.config.settings import Settings, SettingsError
 from app.http.scope import MAX_BYTES_IN_ALL
 from app.serving.batches import Answer, BatchRows, answer_row, answer_rows
+from app.serving.model_pool import ModelPool
 from protocol.openai.batches import ENDPOINTS, Row
 
 LOADING_POLL_SECONDS = 0.1
@@ -68,7 +69,8 @@ def run(settings: Settings, *, input_file: Path, output_file: Path) -> int:
 
 async def _answer(settings: Settings, rows: BatchRows) -> None:
     application = create_app(settings)
-    server = application.state.server
+    pool: ModelPool = application.state.pool
+    server = pool.server
     routes: list[Any] = application.routes  # each with a path
     endpoints = {each.path: each.endpoint for each in routes if each.path in ENDPOINTS}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -78,16 +80,17 @@ async def _answer(settings: Settings, rows: BatchRows) -> None:
 
         async def show() -> None:
             while True:
-                words = "rows" if server.loaded.is_set() else server.start_up.task
+                words = "rows" if server.loaded.is_set() or pool.only is None else pool.only.start_up.task
                 progress.update(bar, description=words, completed=rows.num_written)
                 await anyio.sleep(LOADING_POLL_SECONDS)
 
         async def answer(row: Row) -> Answer:
             return await answer_row(endpoints[row.url], ANONYMOUS, row)
 
-        async with anyio.create_task_group() as server.task_group:
-            server.task_group.start_soon(show)
-            server.task_group.start_soon(server.run)
+        async with anyio.create_task_group() as task_group:
+            server.task_group = task_group
+            task_group.start_soon(show)
+            task_group.start_soon(pool.run)
             await server.loaded.wait()
             await answer_rows(rows, answer, CapacityLimiter(settings.max_num_seqs))
-            server.task_group.cancel_scope.cancel()
+            task_group.cancel_scope.cancel()

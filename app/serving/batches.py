@@ -301,6 +301,7 @@ class BatchRunner:
             await anyio.sleep(LONGEST_WAIT)
         finally:
             del self._running[batch.id]
+            self._cancelled.discard(batch.id)
             self.changed.set()
 
     async def _answer_batch(self, name: str, tenant: Tenant | None, batch: Batch) -> None:

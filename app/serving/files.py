@@ -35,6 +35,7 @@ CREATE TABLE IF NOT EXISTS objects (
 );
 CREATE INDEX IF NOT EXISTS of_tenant ON objects (tenant, kind, number);
 """
+MAX_ACTIVE = 100  # batches of a tenant that have not ended
 _LEFT_OVER = 24 * 3600  # seconds after which an upload that was not finished counts as left by a killed process
 _decode_batch = msgspec.json.Decoder(Batch).decode
 
@@ -112,7 +113,8 @@ class FileStore:
 
     def room(self, tenant: str) -> int:
         """Return how many more bytes this tenant may keep; negative if it has too many."""
-        [(used,)] = self._run("SELECT coalesce(sum(bytes), 0) FROM objects WHERE tenant = :tenant", tenant=tenant)
+        sizes = "SELECT coalesce(sum(max(bytes, 4096)), 0) FROM objects WHERE tenant = :tenant"  # empty ones count, too
+        [(used,)] = self._run(sizes, tenant=tenant)
         return int(self._settings.files_bytes_per_tenant) - int(used) - self.arriving[tenant]
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
@@ -213,12 +215,16 @@ class FileStore:
     # --- batches
 
     def add_batch(self, tenant: str, request: BatchRequest) -> bytes:
-        """Add a batch, to be checked and run, and return it as JSON. Raises ApiError 404 for an unknown file, and 400
-        for one that no batch reads."""
+        """Add a batch, to be checked and run, and return it as JSON. Raises ApiError 404 for an unknown file, 400 for
+        one that no batch reads, and 429 for too many batches."""
         file = msgspec.json.decode(self.find(tenant, "file", request.input_file_id, "input_file_id"), type=FileObject)
         if file.purpose != "batch":
             raise ApiError(400, "input_file_id must be a file with the purpose batch.", param="input_file_id")
         self.check_room(tenant, 0)
+        of_tenant = "SELECT count(*) FROM objects WHERE tenant = :tenant AND input IS NOT NULL"
+        if self._run(of_tenant, tenant=tenant)[0][0] >= MAX_ACTIVE:
+            words = f"You have {MAX_ACTIVE} batches that have not ended. Wait for one, or cancel one."
+            raise ApiError(429, words, code="too_many_batches", headers={"x-should-retry": "false"})
         now = int(time.time())
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",

@@ -158,7 +158,7 @@ BATCH_OPERATIONS = (
     Operation("get", "/v1/files/{id}", "One file's name, size and age.", FileObject, errors=(404,)),
     Operation("get", "/v1/files/{id}/content", "A file's content.", "application/octet-stream", errors=(404,)),
     Operation("delete", "/v1/files/{id}", "Delete a file.", Deleted, errors=(404, 409)),
-    Operation("post", "/v1/batches", "Answer every line of a file.", Batch, [BatchRequest], (400, 404, 413)),
+    Operation("post", "/v1/batches", "Answer every line of a file.", Batch, [BatchRequest], (400, 404, 413, 429)),
     Operation("get", "/v1/batches", "The batches, the newest first.", Page, errors=(400, 404), query=_PAGE),
     Operation("get", "/v1/batches/{id}", "One batch, as far as it is.", Batch, errors=(404,)),
     Operation("post", "/v1/batches/{id}/cancel", "End a batch; answers stay.", Batch, errors=(404, 409)),

@@ -222,6 +222,21 @@ def test_files_go_when_they_are_old_unless_a_batch_reads_them(tmp_path: Path, mo
     assert store.page("a", "batch", after=None, limit=9, order="desc") == ([], False)
 
 
+def test_a_tenant_has_few_batches_that_have_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.serving.files.MAX_ACTIVE", 2)
+    store = FileStore(tmp_path, Settings())
+    request = BatchRequest(input_file_id=keep(store), endpoint=CHAT, completion_window="24h")
+    first = json.loads(store.add_batch("a", request))
+    store.add_batch("a", request)
+    with pytest.raises(ApiError, match="2 batches") as refused:
+        store.add_batch("a", request)
+    assert refused.value.status == 429
+    ended = next(batch for _, batch, _ in store.active() if batch.id == first["id"])
+    ended.status = "completed"
+    store.save(ended)
+    store.add_batch("a", request)
+
+
 def test_pages_follow_each_other_in_both_orders(tmp_path: Path) -> None:
     store = FileStore(tmp_path, Settings())
     files = [keep(store) for _ in range(5)]

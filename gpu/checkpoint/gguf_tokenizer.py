@@ -1,12 +1,13 @@
 """A GGUF file's metadata as a tokenizer.
 
-Three kinds are supported: byte-level BPE (`tokenizer.ggml.model` = "gpt2"), SentencePiece's BPE ("llama", "gemma4") and
-WordPiece ("bert"). GGUF files have vocabulary, merges and token types, but only a pre-tokenizer's name; its steps are
-here.
+Four kinds are supported: byte-level BPE (`tokenizer.ggml.model` = "gpt2"), SentencePiece's BPE ("llama", "gemma4") and
+Unigram ("t5"), and WordPiece ("bert"). GGUF files have vocabulary, merges and token types, but only a pre-tokenizer's
+name; its steps are here.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from gpu.checkpoint.tokenizers import MAX_ADDED_TOKENS, check_lengths, check_tok
 
 # Kinds of tokens, as the file numbers them: undefined, normal, unknown, control, user-defined, unused, byte.
 _KINDS = range(7)
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 # The name of a special token in templates, and the key of its id in GGUF.
@@ -44,11 +45,11 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int) -> Tokenizer:
 
 def _build(file: GGUFFile) -> Tokenizer:
     kind = file.require("tokenizer.ggml.model", str)
-    if kind not in ("gpt2", "llama", "gemma4", "bert"):
+    if kind not in ("gpt2", "llama", "gemma4", "bert", "t5"):
         raise ModelError(
             f"{file.path.name} has a tokenizer of the kind {shown(kind)}; supported in GGUF files are 'gpt2' "
-            f"(byte-level BPE), 'llama' and 'gemma4' (SentencePiece) and 'bert' (WordPiece). Serve the model's Hugging "
-            f"Face directory, which has a tokenizer.json, instead."
+            f"(byte-level BPE), 'llama', 'gemma4' and 't5' (SentencePiece) and 'bert' (WordPiece). Serve the model's "
+            f"Hugging Face directory, which has a tokenizer.json, instead."
         )
     tokens = _tokens(file)
     types = file.require_array("tokenizer.ggml.token_type", int)
@@ -65,6 +66,8 @@ def _build(file: GGUFFile) -> Tokenizer:
     adds_bos = True
     if kind == "bert":
         tokenizer = _word_piece(file, tokens, types)
+    elif kind == "t5":
+        tokenizer, adds_bos = _unigram(file, tokens, types), False
     elif kind == "gpt2":
         tokenizer, adds_bos = _byte_level(file, tokens)
     else:
@@ -74,14 +77,17 @@ def _build(file: GGUFFile) -> Tokenizer:
     if kind != "bert":
         adds_bos &= "tokenizer.ggml.bos_token_id" in file.metadata
         around = ["bos" if file.get("tokenizer.ggml.add_bos_token", bool, adds_bos) else ""]
-        around += ["eos" if file.get("tokenizer.ggml.add_eos_token", bool, False) else ""]
+        around += ["eos" if file.get("tokenizer.ggml.add_eos_token", bool, kind == "t5") else ""]
     if any(around):
         ids = {f"[{name}]": file.require(f"tokenizer.ggml.{name}_token_id", int) for name in around if name}
         first, last = ([f"[{name}]"] if name else [] for name in around)
         text = [*first, "$A", *last]
+        second = [f"{name}:1" for name in ([] if kind == "bert" else first) + ["$B", *last]]
+        if kind != "bert" and file.get("general.architecture", str) == "bert":
+            second = [*last, "$B", *last]  # RoBERTa's
         tokenizer.post_processor = processors.TemplateProcessing(
             single=text,
-            pair=[*text, *(f"{name}:1" for name in ([] if kind == "bert" else first) + ["$B", *last])],
+            pair=[*text, *second],
             special_tokens=[
                 {"id": name, "ids": [index], "tokens": [_token_text(file, tokens, index)]}
                 for name, index in ids.items()
@@ -123,6 +129,27 @@ def _bpe(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]], **opt
         return models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges, **options)
     except Exception as error:  # the library raises bare Exceptions
         raise ModelError(f"{file.path.name}: the merges do not fit the vocabulary: {error}.") from error
+
+
+def _unigram(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
+    """Return the tokenizer of XLM-RoBERTa without added tokens. Raises `ModelError` for missing and for NaN scores, and
+    for a map of letters that makes a text too long."""
+    scores = file.require_array("tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens) or any(map(math.isnan, scores)) or _UNKNOWN not in types:
+        raise ModelError(
+            f"{file.path.name}: tokenizer.ggml.scores must hold a number for each of {len(tokens)} tokens, and "
+            f"tokenizer.ggml.token_type one unknown token (2). Convert the model anew."
+        )
+    tokenizer = Tokenizer(models.Unigram([*zip(tokens, scores, strict=True)], types.index(_UNKNOWN), False))
+    if (charsmap := file.metadata.get("tokenizer.ggml.precompiled_charsmap")) is not None:
+        data = bytes(each % 256 for each in file.require_array("tokenizer.ggml.precompiled_charsmap", int))
+        step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+        steps.check_steps({"normalizer": step}, file.path.name)
+        tokenizer.normalizer = normalizers.Precompiled(data) if charsmap else None
+    spaces = pre_tokenizers.Metaspace(_SPACE, "always")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    tokenizer.decoder = decoders.Metaspace(_SPACE, "always")
+    return tokenizer
 
 
 def _word_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:

@@ -26,6 +26,7 @@ from gpu.checkpoint.families.encoders import (
     encoder_family,
     gemma_encoder,
     is_gemma_encoder,
+    with_colbert,
 )
 from gpu.checkpoint.hf_config import config_from_hf, dtype_of, token_ids
 from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
@@ -96,6 +97,9 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True, 
         quantized = quantized_layers_of(values, name)
     if config.encoder is not None:
         config = embedder.completed(config)
+        for path in (tensors or ()) if values.get("architectures") == ["HF_ColBERT"] else ():
+            if (linear := hf_files.read_header(path).get("linear.weight")) is not None:
+                config = with_colbert(config, linear.shape[0])
         folders = [*embedder.dense, *embedder.token_dense]
         tensors = tensors and (*tensors, *(path for each in folders for path in weight_files(directory / each)))
     if tensors is not None and config.transformers_dir is None:

@@ -92,6 +92,8 @@ class EncoderFamily:
 def encoder_family(values: Mapping[str, Any]) -> tuple[EncoderFamily, str] | None:
     """Return the family of a config.json and the kind of its head; None if it is not an encoder's."""
     named = values.get("architectures")
+    if named == ["HF_ColBERT"] and values.get("model_type") == BERT.model_type:
+        return BERT, "Model"  # with a layer for every token, see `with_colbert`
     for architecture in named if isinstance(named, list) else []:
         for family in ENCODERS:
             for name in family.names:
@@ -135,6 +137,12 @@ def encoder_config(
         encoder=spec,
         **more,
     )
+
+
+def with_colbert(config: ModelConfig, outputs: int) -> ModelConfig:
+    """Return an encoder's configuration with ColBERT's layer for every token, which has so many outputs."""
+    layer = DenseSpec(weight=Part("linear", "", (outputs, config.hidden_size)), activation="identity")
+    return replace(config, encoder=replace(config.encoder, token_dense=(layer,)))
 
 
 # ----------------------------------------------------------------------------------------------------------- post-norm

@@ -106,6 +106,17 @@ def test_a_dense_layer_of_every_token_makes_token_vectors(tmp_path: Path) -> Non
         np.testing.assert_allclose(vectors.reshape(-1, 8), wanted, atol=1e-5)
 
 
+def test_the_layer_of_colbert_makes_token_vectors(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, ENCODERS["bert"])
+    config, linear = json.loads((tmp_path / "config.json").read_text()), torch.randn(8, 32)
+    write(tmp_path, "config.json", config | {"architectures": ["HF_ColBERT"]})
+    tensors = {f"bert.{name}": each for name, each in load_file(tmp_path / "model.safetensors").items()}
+    save_file({**tensors, "linear.weight": linear}, tmp_path / "model.safetensors")
+    (found,) = encoded(tmp_path, prompts()[2:3], Pooling.TOKENS)
+    wanted = hidden_states(model, prompts()[2]) @ linear.numpy().T
+    np.testing.assert_allclose(found.reshape(-1, 8), wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("lowers", [True, False])
 def test_vocab_txt_makes_the_tokenizer_of_transformers(lowers: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, ENCODERS["bert"])

@@ -9,9 +9,12 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from transformers import XLMRobertaTokenizer
 
 from engine.messages import Pooling
 from gpu.checkpoint import ModelError, open_model
+from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from tests.gpu.encoder_models import ENCODERS, WORDS, encoded, make_checkpoint, prompts, word_tokenizer
 
 KINDS = {
@@ -23,6 +26,7 @@ KINDS = {
     "modern-bert-with-biases": "modern-bert",
     "embedding-gemma": "gemma-embedding",
 }
+CHARSMAP = (1024).to_bytes(4, "little") + bytes(1024)  # a trie that maps no letter
 SKIPPED = ("pooler.", "embeddings.position_ids")
 
 
@@ -114,6 +118,30 @@ def test_a_reranker_has_the_logits_of_its_checkpoint(tmp_path: Path) -> None:
         encoded(files, given, Pooling.CLASSIFY), encoded(tmp_path, given, Pooling.CLASSIFY), strict=True
     ):
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+def test_a_unigram_vocabulary_makes_the_tokenizer_of_transformers(tmp_path: Path) -> None:
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "\u2581", "\u2581the", "\u2581c", "at", "s", "a", "t", "\u2581at"]
+    vocabulary = [(piece, -0.5 * index if index > 3 else 0.0) for index, piece in enumerate(pieces)]
+    writer = gguf.GGUFWriter(str(tmp_path / "vocabulary.gguf"), "bert")
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([score for _, score in vocabulary])
+    writer.add_token_types([3, 3, 3, 2, *[1] * 8])
+    writer.add_array("tokenizer.ggml.precompiled_charsmap", list(CHARSMAP))
+    for key, value in (("bos", 0), ("eos", 2)):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
+        writer.add_bool(f"tokenizer.ggml.add_{key}_token", True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokenizer = tokenizer_from_gguf(GGUFFile(tmp_path / "vocabulary.gguf"), 13)
+    theirs = XLMRobertaTokenizer(vocab=vocabulary, _spm_precompiled_charsmap=CHARSMAP)
+    for text in ("the cat sat", "  the   cat at", "the dog", ""):
+        assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
+    assert tokenizer.encode("the", "cat").ids == theirs("the", "cat")["input_ids"]
+    assert tokenizer.decode(tokenizer.encode("the cat").ids) == "the cat"
 
 
 @pytest.mark.parametrize(("wrong", "match"), [({"extra": np.zeros((2, 2), "f4")}, r"unknown: 'extra\.weight'")])

@@ -214,7 +214,7 @@ def test_user_defined_tokens_are_whole_but_not_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "t5"}, "'t5'; supported in GGUF files are 'gpt2'"),
+        ({"kind": "rwkv"}, "'rwkv'; supported in GGUF files are 'gpt2'"),
         ({"pre": "bloom"}, "'bloom'; supported are default, gpt-2, phi-2, olmo, mpt, smollm"),
         ({"merges": ["not in"]}, "merges do not fit"),
         ({"merges": ["alone"]}, "merges do not fit"),

@@ -59,9 +59,10 @@ async def _score(route: ScoringRoute, server: ModelServer, request: RequestScope
 def _labels(server: ModelServer, body: ScoringRequest) -> LabelSet:
     labels = server.model.labels
     if labels is None:
+        known = ", ".join(sorted(server.server.scoring_models))
+        advice = f"Ask {known}" if known else "Serve one, such as Qwen/Qwen3-Reranker-0.6B or a cross-encoder"
         raise InvalidRequest(
-            f"The model {server.settings.model_names[0]} gives no scores: it is neither a reranker nor a classifier. "
-            "Serve one, such as Qwen/Qwen3-Reranker-0.6B or a cross-encoder.",
+            f"The model {server.name} gives no scores: it is neither a reranker nor a classifier. {advice}.",
             param="model",
         )
     if isinstance(body, PairsRequest):

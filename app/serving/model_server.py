@@ -265,6 +265,8 @@ class ModelServer(PooledModel):
                     tokenizer_info=tokenizer_info(files),
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.facts.compute_form),
                 )
+                if self._model.labels is not None:
+                    self.server.scoring_models.add(self.name)
                 self.card = {
                     "root": files.name,
                     "max_model_len": engine_info.max_model_len,

@@ -68,6 +68,7 @@ class Server:
         self._idle = anyio.Event()  # set when the last open request has ended, while draining
         self.task_group: TaskGroup | None = None  # set by the lifespan
         self.created = int(time.time())
+        self.scoring_models: set[str] = set()  # the names of models that were loaded and give scores
         self.started = time.monotonic()
 
     # --- for routes

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.harness import Server
+from tests.support.serve_command import ServeCommand
 from tests.support.tiny_model import CONTEXT, tiny_server, write_tiny_model
 
 START = (
@@ -210,3 +211,16 @@ def test_the_conversion_of_vllm_gives_the_same_scores(directory: Path, reranker:
         np.testing.assert_allclose(
             by_index(ranked(server, documents)), by_index(ranked(reranker, documents)), atol=1e-6
         )
+
+
+def test_a_reranker_beside_a_chat_model_is_chosen_by_name_and_named_in_refusals(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "chat")
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+    write_tiny_model(tmp_path / "qwen3-reranker", **qwen3)
+    settings: dict[str, Any] = {"models_dir": tmp_path, "load_format": "dummy", "max_model_len": "", "model": ""}
+    with ServeCommand(**settings, kv_cache_memory="64MiB", dtype="float32") as server:
+        server.wait_ready()
+        asked = {"query": QUERY, "documents": ["a", "b"]}
+        assert "Qwen/" in server.post("/v1/rerank", {**asked, "model": "chat"}).json()["detail"]
+        assert server.post("/v1/rerank", {**asked, "model": "qwen3-reranker"}).status_code == 200
+        assert "Ask qwen3-reranker" in server.post("/v1/rerank", {**asked, "model": "chat"}).json()["detail"]

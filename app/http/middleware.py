@@ -298,7 +298,7 @@ _WRONG_KEY = ApiError(
 )
 _NO_ADMINS = ApiError(
     401,
-    "This shows the requests of all tenants, so it needs an administrator's key, and the server has none: give it one "
+    "This concerns all tenants, so it needs an administrator's key, and the server has none: give it one "
     "with the setting admin_keys.",
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},

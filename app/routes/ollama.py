@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,9 +18,10 @@ from app.routes import generation
 from app.routes.generation import translated
 from app.serving.generation import GenerationTask, generate, new_head, parse, warn_of_left_out
 from app.serving.model_policy import ModelState
-from app.serving.model_pool import ModelPool
+from app.serving.model_pool import Asked, ModelPool
 from app.serving.model_server import ModelServer
 from app.serving.server import Server
+from engine.errors import HeadraceError
 from protocol.answers import Version, encode
 from protocol.body import parse_body
 from protocol.errors import ApiError
@@ -30,6 +31,7 @@ from protocol.ollama.output import (
     LinesWriter,
     ObjectWriter,
     VectorsWriter,
+    error_line,
     json_line,
     load_body,
     timestamp,
@@ -39,12 +41,23 @@ from protocol.ollama.requests import OPTION_NAMES, EmbedRequest, NamedModelReque
 from protocol.tools.unsupported import IgnoredParts
 
 if TYPE_CHECKING:
-    from gpu.checkpoint import ModelFiles
+    from gpu.checkpoint import ModelFiles, Progress
 
 
-async def answer(kind: type[OllamaRequest], server: ModelServer, request: RequestScope) -> None:
-    """POST /api/chat and /api/generate: lines, or with `stream` false an object. Without a prompt, load the model."""
-    given = await parse(server, kind, request)
+async def answer(kind: type[OllamaRequest], pool: ModelPool, request: RequestScope) -> None:
+    """POST /api/chat and /api/generate: lines, or with `stream` false an object. Without a prompt, load or unload."""
+    given = await pool.server.workload.read(request, lambda: parse_body(kind, request.body))
+    model = pool.find(given.model)
+    if given.only_loads and given.keep_alive == 0:
+        _unload(pool, model)
+        await request.send_json(200, load_body(given, given.model or model.name, time.time(), "unload"))
+        return
+    asked = Asked(stream=given.stream, timeout=given.timeout, ttft_timeout=given.ttft_timeout)
+    async with pool.use(model, request, asked, streams=not given.only_loads):
+        await _answer(given, model, request)
+
+
+async def _answer(given: OllamaRequest, server: ModelServer, request: RequestScope) -> None:
     model, name = server.model, server.check_model_name(given.model)
     given.check_model(model.engine_info.max_model_len, can_think=model.prompts.syntax.can_think)
     _keep(given.keep_alive, server, request)
@@ -78,16 +91,29 @@ async def embed(kind: type[EmbedRequest], server: ModelServer, request: RequestS
     await generation.embed(server, request, given.translate(), partial(VectorsWriter, given))
 
 
-def _keep(seconds: float | None, server: ModelServer, request: RequestScope) -> None:
-    """Obey `keep_alive`: unload the model after so long without a request, as far as it is one of several."""
-    if seconds is None:
-        return
-    if server.server.settings.has_several_models:
-        server.idle_unload = seconds if seconds >= 0 else math.inf
-    elif seconds == 0:
-        raise ApiError(400, "keep_alive must not be 0: this server serves one model, and keeps it.", param="keep_alive")
-    elif seconds > 0:
-        request.warn(IgnoredParts(fields=("keep_alive",)).warning())
+def _keep(seconds: float | None, model: ModelServer, request: RequestScope) -> None:
+    """Unload the model after `keep_alive` seconds without requests, if clients may decide that."""
+    if _is_kept(model):
+        if seconds is not None and seconds >= 0:
+            request.warn(IgnoredParts(fields=("keep_alive",)).warning())
+    elif seconds is not None:
+        model.idle_unload = seconds if seconds >= 0 else math.inf
+
+
+def _is_kept(model: ModelServer) -> bool:
+    """Return True for a model that clients cannot unload: the only or a pinned one, or on a server with keys, where it
+    is other tenants' model, too."""
+    return not model.server.settings.has_several_models or model.pinned or model.server.tenants.required
+
+
+def _unload(pool: ModelPool, model: ModelServer) -> None:
+    """Unload a model now, or when it has no requests. Raises ApiError 400."""
+    if _is_kept(model):
+        raise ApiError(
+            400, "keep_alive must not be 0: the operator of this server keeps the model loaded.", param="keep_alive"
+        )
+    model.idle_unload = 0.0
+    pool.unload(model)
 
 
 # ------------------------------------------------------------------------------------------------------------ catalogue
@@ -99,57 +125,89 @@ FOR_EVER = "9999-12-31T23:59:59Z"
 async def tags(pool: ModelPool, request: RequestScope) -> None:
     """GET /api/tags: all served models."""
     await pool.refresh()
-    await _list(pool.models if pool.only is None else [pool.only], request)
+    await request.send_json(
+        200, orjson.dumps({"models": [each for model in pool.models for each in await _named(model)]})
+    )
 
 
 async def loaded_models(pool: ModelPool, request: RequestScope) -> None:
     """GET /api/ps: the models in memory."""
-    loaded = [each for each in pool.models if each.state is ModelState.LOADED]
-    await _list([pool.only] if pool.only is not None else loaded, request, in_memory=True)
-
-
-async def _list(models: Iterable[ModelServer], request: RequestScope, *, in_memory: bool = False) -> None:
     shown = []
-    for each in models:
-        facts = await _facts_of(each)
-        more: dict[str, Any] = {"size_vram": facts["size"]}
-        if in_memory:
-            info = each.model.engine_info
-            more |= {"expires_at": FOR_EVER, "context_length": info.max_model_len}
-            more |= {"size_vram": 0} if info.facts.compute_form.startswith("cpu") else {}
-        for name in each.settings.model_names:
-            tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
-            shown.append({"name": tagged, "model": tagged, **facts, **more})
+    for model in pool.models:
+        if model.state is ModelState.LOADED or pool.only is not None:
+            info = model.model.engine_info
+            more: dict[str, Any] = {"expires_at": FOR_EVER, "context_length": info.max_model_len}
+            if model.idle_unload < math.inf and not model.pinned:
+                idle = 0.0 if model.in_use else time.monotonic() - model.last_used
+                more["expires_at"] = timestamp(time.time() + model.idle_unload - idle)
+            if info.facts.compute_form.startswith("cpu"):
+                more["size_vram"] = 0
+            shown += [each | more for each in await _named(model)]
     await request.send_json(200, orjson.dumps({"models": shown}))
 
 
-async def show(server: ModelServer, request: RequestScope) -> None:
-    """POST /api/show: one model."""
-    given = await parse(server, NamedModelRequest, request)
-    server.check_model_name(given.named)
-    model, config = server.model, server.model.files.config
-    facts = await _facts_of(server)
-    family = facts["details"]["family"]
+async def _named(model: ModelServer) -> list[dict[str, Any]]:
+    """Return the entry of a model under each of its names."""
+    if (facts := model.facts) is None:
+        facts = await to_thread.run_sync(_facts, model)
+    if facts["size"]:
+        model.facts = facts
+    names = (name if ":" in name.rpartition("/")[2] else f"{name}:latest" for name in model.settings.model_names)
+    return [{"name": name, "model": name, **facts, "size_vram": facts["size"]} for name in names]
+
+
+async def show(pool: ModelPool, request: RequestScope) -> None:
+    """POST /api/show: one model, without loading it."""
+    given = await pool.server.workload.read(request, lambda: parse_body(NamedModelRequest, request.body))
+    model = pool.find(given.named)
+    facts, described = (await _named(model))[0], await to_thread.run_sync(_described, model)
+    shown = described | {name: facts[name] for name in ("details", "modified_at")}
+    await request.send_json(200, orjson.dumps(shown))
+
+
+# What follows runs on a thread, because it may import the engine and reads files.
+
+
+def _files_of(model: ModelServer) -> ModelFiles | None:
+    """Return the files of a model, which need not be loaded; None if they are not on this machine or not usable."""
+    from app.serving.loading import open_files
+    from gpu.checkpoint import EMBEDDED_MODEL
+
+    if model.state is ModelState.LOADED or not model.server.settings.has_several_models:
+        return model.model.files
+    source = model.settings.model_source
+    try:
+        is_here = source == EMBEDDED_MODEL or Path(source).expanduser().exists()
+        return open_files(model.settings, None) if is_here else None
+    except (HeadraceError, OSError):
+        return None  # the log says why when it is loaded
+
+
+def _described(model: ModelServer) -> dict[str, Any]:
+    from protocol.chat_template import CHATML
+    from protocol.syntax.model_syntax import abilities
+
+    if (files := _files_of(model)) is None:
+        return {"template": "", "model_info": {}, "capabilities": ["completion"]}
+    config, family, template = files.config, _family(files), files.chat_template or CHATML
+    special = {token.content for token in files.tokenizer.get_added_tokens_decoder().values() if token.special}
     numbers = {
-        "context_length": model.engine_info.max_model_len,
+        "context_length": min(config.max_position_embeddings, model.settings.max_model_len or math.inf),
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "vocab_size": config.vocab_size,
     }
-    count = {"general.architecture": family, "general.parameter_count": model.files.num_parameters}
-    can = {"completion": True, "tools": model.prompts.syntax.name != "none", "thinking": model.prompts.syntax.can_think}
-    sampling = {OPTION_NAMES.get(name, name): value for name, value in model.default_sampling.items()}
-    shown = {
-        "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items() if value is not None),
-        "template": model.files.chat_template or "",
-        "details": facts["details"],
+    count = {"general.architecture": family, "general.parameter_count": files.num_parameters}
+    can = {"completion": True, **abilities(template, special)} if config.encoder is None else {"embedding": True}
+    sampling = files.sampling if model.settings.sampling_defaults == "model" else {}
+    return {
+        "parameters": "\n".join(f"{OPTION_NAMES.get(name, name)} {value}" for name, value in sampling.items()),
+        "template": files.chat_template or "",
         "model_info": count | {f"{family}.{name}": value for name, value in numbers.items()},
         "capabilities": [name for name, has_it in can.items() if has_it],
-        "modified_at": facts["modified_at"],
     }
-    await request.send_json(200, orjson.dumps(shown))
 
 
 async def show_version(server: Server, request: RequestScope) -> None:
@@ -157,29 +215,18 @@ async def show_version(server: Server, request: RequestScope) -> None:
     await request.send_json(200, encode(Version(OLLAMA_VERSION)))
 
 
-async def _facts_of(model: ModelServer) -> dict[str, Any]:
-    """Return what lists show of a model; little, if it was not loaded yet and is not on this machine."""
-    from app.serving.loading import open_files
-    from gpu.checkpoint import EMBEDDED_MODEL
-
-    if model.facts is None:
-        source = model.settings.model_source
-        is_loaded = model.state is ModelState.LOADED or not model.server.settings.has_several_models
-        is_here = source == EMBEDDED_MODEL or await (await anyio.Path(source).expanduser()).exists()
-        if not is_loaded and not is_here:
-            return {"size": 0, "digest": "", "modified_at": timestamp(0.0), "details": {}}
-        files = model.model.files if is_loaded else await to_thread.run_sync(open_files, model.settings, None)
-        model.facts = await to_thread.run_sync(_facts, files)
-    return model.facts
+def _family(files: ModelFiles) -> str:
+    return re.sub(r"For[A-Z]\w+$", "", files.config.architecture).lower()
 
 
-def _facts(files: ModelFiles) -> dict[str, Any]:
-    """Return what lists show of a model. Reads parts of its files."""
+def _facts(model: ModelServer) -> dict[str, Any]:
+    """Return what lists show of a model; little, if its files are not there."""
     from gpu.checkpoint import model_digest, weight_paths
 
-    count = files.num_parameters
+    if (files := _files_of(model)) is None:
+        return {"size": 0, "digest": "", "modified_at": timestamp(0.0), "details": {}}
+    family, count = _family(files), files.num_parameters
     states = [path.stat() for path in weight_paths(files)]
-    family = re.sub(r"For[A-Z]\w+$", "", files.config.architecture).lower()
     return {
         "size": sum(state.st_size for state in states),
         "digest": model_digest(files).hex(),
@@ -205,8 +252,6 @@ _PREFIX = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 
 async def pull(pool: ModelPool, request: RequestScope) -> None:
     """POST /api/pull: fetch a model of the hub, with lines of its progress. A model that is served is there already."""
-    from gpu.checkpoint import ModelError, fetch_repository
-
     server = pool.server
     given = await server.workload.read(request, lambda: parse_body(NamedModelRequest, request.body))
     name = _PREFIX.sub("", given.named).removesuffix(":latest")
@@ -217,20 +262,20 @@ async def pull(pool: ModelPool, request: RequestScope) -> None:
     def report(phase: str, done: int, total: int | None) -> None:
         nonlocal status
         if ended.is_set():
-            raise ModelError("The client that asked for the download has left.")
+            raise HeadraceError("The client that asked for the download has left.")
         status = {"status": phase, "digest": name, "completed": done, **({"total": total} if total else {})}
 
     async def fetch() -> None:
         try:
             if name not in pool.names:
-                await to_thread.run_sync(fetch_repository, name, report, abandon_on_cancel=True, limiter=_PULLS)
-        except ModelError as error:
+                await to_thread.run_sync(_fetch, name, report, abandon_on_cancel=True, limiter=_PULLS)
+        except HeadraceError as error:
             failed.append(ApiError(400, str(error), param="model"))
         finally:
             ended.set()
 
     async def last_line(error: ApiError) -> bytes:
-        return json_line({"error": error.message})
+        return error_line(error)
 
     if given.stream:
         keep_alive = server.settings.sse_keep_alive or math.inf, json_line({"status": "pulling"})
@@ -250,3 +295,9 @@ async def pull(pool: ModelPool, request: RequestScope) -> None:
         await request.end_stream(json_line({"status": "success"}))
     else:
         await request.send_json(200, orjson.dumps({"status": "success"}))
+
+
+def _fetch(name: str, progress: Progress) -> None:
+    from gpu.checkpoint import fetch_repository
+
+    fetch_repository(name, progress)

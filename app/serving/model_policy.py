@@ -35,7 +35,7 @@ class PooledModel:
     def __init__(self, name: str, *, pinned: bool = False, idle_unload: float = 0.0) -> None:
         self.name = name
         self.pinned = pinned
-        self.idle_unload = idle_unload or math.inf
+        self.idle_unload = self.usual_idle_unload = idle_unload or math.inf  # which clients may change until it goes
         self.state = ModelState.UNLOADED
         self.need: int | None = None
         self.in_use = 0  # requests
@@ -120,7 +120,7 @@ class ModelPolicy(Generic[M]):
         """Record that a model is loaded, and takes `need` bytes."""
         model.state, model.need, model.load_seconds = ModelState.LOADED, need, seconds
         model.loaded_at = model.last_used = now
-        model.error = None
+        model.error, model.idle_unload = None, model.usual_idle_unload
 
     def unload(self, model: M, changes: Changes[M]) -> bool:
         """Begin to unload a model. Return False if it has requests or is not loaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.answers import OpenAnswer, Version
-from protocol.ollama.output import KEEP_ALIVE, STREAM_TYPE, error_body
+from protocol.ollama.output import KEEP_ALIVE, STREAM_TYPE, error_body, error_line
 from protocol.ollama.requests import (
     EmbedRequest,
     GenerateRequest,
@@ -77,6 +77,7 @@ OLLAMA = Dialect(
         Operation("get", "/api/version", "The version of Ollama that this API is like.", Version),
     ),
     error_body=error_body,
+    error_event=error_line,
     error_answer=OllamaError,
     stream_type=STREAM_TYPE,
     keep_alive=KEEP_ALIVE,

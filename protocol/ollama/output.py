@@ -43,6 +43,10 @@ def error_body(error: ApiError, request_id: str | None = None) -> bytes:
     return orjson.dumps({"error": error.message})
 
 
+def error_line(error: ApiError, request_id: str | None = None) -> bytes:
+    return json_line({"error": error.message})
+
+
 def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -125,7 +129,7 @@ class LinesWriter(_OllamaWriter):
         return json_line(self._answer({}, **self._end()))
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
-        return error_body(error) + b"\n"
+        return error_line(error)
 
 
 class ObjectWriter(_OllamaWriter):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -195,6 +195,13 @@ class ModelSyntax:
         reads = self._syntax.reads_reasoning or (tools and self._reads(tools))
         tags = [tag for tag in self._syntax.tags if tag in self._special_tokens] if reads else []
         return {**self._reasoning_tokens, **{tag: self._special_tokens[tag] for tag in tags}}
+
+
+def abilities(template: str, special_tokens: Container[str]) -> dict[str, bool]:
+    """Return whether a model with this chat template calls tools and thinks, without rendering the template."""
+    syntax = syntax_of(template, special_tokens)
+    reasoning = (syntax or DESCRIBED).reasoning or _reasoning_tags(template)
+    return {"tools": syntax is not None or "tools" not in template, "thinking": reasoning is not None}
 
 
 def _reasoning_tags(template: str) -> ReasoningTags | None:

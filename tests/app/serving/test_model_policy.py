@@ -198,3 +198,15 @@ def test_a_model_without_requests_goes_after_its_idle_time_and_a_pinned_one_stay
         policy.loaded(model, 0.0, 1, 1.0)
     assert not policy.plan(59.0).unload
     assert [each.name for each in policy.plan(60.0).unload] == ["idle"]
+
+
+def test_an_idle_time_that_a_client_asked_for_lasts_until_the_model_is_loaded_again() -> None:
+    policy: ModelPolicy[PooledModel] = ModelPolicy(10)
+    model = policy.models["m"] = PooledModel("m", idle_unload=60)
+    policy.loaded(model, 0.0, 1, 1.0)
+    model.idle_unload = 5.0
+    assert policy.plan(5.0).unload == [model]
+    policy.unloaded(model)
+    policy.loaded(model, 10.0, 1, 1.0)
+    assert not policy.plan(69.0).unload
+    assert policy.plan(70.0).unload == [model]

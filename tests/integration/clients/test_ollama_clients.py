@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from pydantic import BaseModel
 
 from protocol.ollama.output import KEEP_ALIVE
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
+from tests.gpu.encoder_models import ENCODERS, make_checkpoint
 from tests.integration.clients.test_npm_clients import DIMENSIONS, QUESTION, drive
 from tests.support.fake_hub import FakeHub
 from tests.support.harness import MODEL, TIMEOUT, Server
-from tests.support.tiny_model import NAME, tiny_server
+from tests.support.tiny_model import NAME, tiny_server, write_tiny_model
 
 LATEST = f"{MODEL}:latest"
 GREEDY: dict[str, Any] = {"temperature": 0, "num_predict": 12}
@@ -206,3 +208,79 @@ def test_a_silent_stream_is_kept_alive_and_a_late_error_is_a_line() -> None:
         *lines, last = map(json.loads, data.splitlines())
         assert all(line["message"]["content"] == "" for line in lines)
         assert "did not finish in time" in last["error"] or "deadline" in last["error"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, context in (("one", 1024), ("two", 2048)):
+        write_tiny_model(folder / name, max_position_embeddings=context, vocab_size=512)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{}")
+    return folder
+
+
+def several(folder: Path, **settings: Any) -> Server:
+    usual = {"models_dir": folder, "load_format": "dummy", "max_model_len": "", "model": "", "dtype": "float32"}
+    return Server(**{**usual, "kv_cache_memory": "64MiB", **settings})
+
+
+def test_models_come_and_go_as_clients_ask(folder: Path) -> None:
+    with several(folder) as server:
+        server.wait_ready()
+        client = ollama.Client(server.base_url, trust_env=False)
+
+        def loaded() -> list[str | None]:
+            return [each.model for each in client.ps().models]
+
+        listed = {each.model: each for each in client.list().models}
+        assert {"one:latest", "two:latest"} <= listed.keys()
+        assert listed["one:latest"].digest != listed["two:latest"].digest
+        shown = client.show("two")
+        assert shown.modelinfo is not None
+        assert shown.modelinfo["llama.context_length"] == 2048
+        assert shown.capabilities == ["completion", "tools"]
+        assert loaded() == [], "lists load nothing"
+        assert client.generate("one", keep_alive=0).done_reason == "unload"
+        assert loaded() == [], "what is not loaded is not loaded to be unloaded"
+
+        assert client.chat("one", []).done_reason == "load"
+        assert loaded() == ["one:latest"]
+        parts = list(client.chat("two:latest", ASKED, options={"num_predict": 2}, keep_alive="10m", stream=True))
+        assert parts[-1].eval_count == 2
+        assert parts[-1].load_duration
+        expires = {each.model: each.expires_at for each in client.ps().models}
+        assert expires["one:latest"] is not None
+        assert expires["one:latest"].year == 9999
+        left = expires["two:latest"] - datetime.now(UTC)
+        assert timedelta(minutes=9) < left <= timedelta(minutes=10)
+        assert client.chat("one", [], keep_alive=0).done_reason == "unload"
+        server.poll(loaded, lambda names: names == ["two:latest"])
+        client.embed("two", "a", keep_alive=0.3)
+        server.poll(loaded, lambda names: names == [])
+        assert len(client.embed("one", "a").embeddings[0]) > 0
+        for name in ("nothing", "broken"):
+            with pytest.raises(ollama.ResponseError, match=name):
+                client.chat(name, ASKED)
+
+
+def test_tenants_do_not_unload_what_others_use(folder: Path) -> None:
+    with several(folder, api_keys="client") as server:
+        server.wait_ready()
+        client = ollama.Client(server.base_url, headers={"authorization": "Bearer client"}, trust_env=False)
+        assert client.chat("one", [], keep_alive=1).done_reason == "load"
+        with pytest.raises(ollama.ResponseError, match="keeps the model loaded"):
+            client.chat("one", [], keep_alive=0)
+        assert [each.model for each in client.ps().models] == ["one:latest"]
+
+
+def test_an_encoder_is_for_embeddings(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS["bert"])
+    with Server(model=tmp_path, device="cpu", dtype="float32", max_model_len=66) as server:
+        server.wait_ready()
+        client = ollama.Client(server.base_url, trust_env=False)
+        assert client.show(tmp_path.name).capabilities == ["embedding"]
+        [vector] = client.embed(tmp_path.name, "the cat " * 200).embeddings
+        assert sum(value * value for value in vector) == pytest.approx(1, abs=1e-4)
+        with pytest.raises(ollama.ResponseError, match="is an encoder"):
+            client.chat(tmp_path.name, ASKED)

@@ -213,6 +213,10 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
             admin_route("POST", "/abort_requests", operations.abort_requests),
             admin_query_route("POST", "/start_profile", operations.start_profile),
             admin_query_route("POST", "/stop_profile", operations.stop_profile),
+            admin_pool_route("POST", "/v1/models/load", operations.load_model),
+            admin_pool_route("POST", "/v1/models/unload", operations.unload_model),
+            admin_pool_route("POST", "/sleep", operations.sleep),
+            admin_pool_route("POST", "/wake_up", operations.wake_up),
             admin_pool_route("POST", "/configure_logging", operations.configure_logging),
         ]
     application = Starlette(

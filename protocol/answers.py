@@ -122,6 +122,12 @@ class Aborted(Answer):
     aborted: int
 
 
+class ModelStates(Answer):
+    """The states of several models by name: unloaded, loading, loaded, unloading or failed."""
+
+    models: dict[str, str]
+
+
 class LogLevel(Answer):
     """`log_level`: the least severity that is logged."""
 

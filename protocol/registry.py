@@ -82,6 +82,12 @@ class AbortRequest(ClientModel):
     request_ids: Annotated[list[str], fail_fast, at_most(MAX_ABORTED, "ids")] = Field(min_length=1)
 
 
+class ModelRequest(ClientModel):
+    """The body of POST /v1/models/load and /v1/models/unload: the name of one of several models."""
+
+    model: str
+
+
 class ConfigureLogging(ClientModel):
     """The body of POST /configure_logging, named as in SGLang: the least severity that is logged."""
 
@@ -128,6 +134,7 @@ OF_PAGES = frozenset(
 TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configuration.", answers.TokenizerInfo),)
 """The route of the setting `enable_tokenizer_info_endpoint`."""
 
+_MODEL = {"model": {"type": "string", "description": "One of several models. Default: all."}}
 ADMINISTRATION = (
     Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
     Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),
@@ -135,6 +142,10 @@ ADMINISTRATION = (
     Operation("post", "/start_profile", "Begin a profile of the next steps.", answers.Success, errors=(400, 503)),
     Operation("post", "/stop_profile", "The profile, as a Chrome trace.", answers.Trace, errors=(409, 503)),
     Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
+    Operation("post", "/v1/models/load", "Load a model.", answers.ModelStates, [ModelRequest], (400, 404, 413, 503)),
+    Operation("post", "/v1/models/unload", "Unload it.", answers.ModelStates, [ModelRequest], (400, 404, 409, 413)),
+    Operation("post", "/sleep", "Unload idle models.", answers.ModelStates, errors=(404, 409), query=_MODEL),
+    Operation("post", "/wake_up", "Load what sleeps.", answers.ModelStates, errors=(404, 409, 503), query=_MODEL),
     Operation("post", "/configure_logging", "Change the log level.", answers.LogLevel, [ConfigureLogging], (400, 413)),
 )
 """The routes of a server with administrators' keys."""

@@ -192,6 +192,14 @@ class Metrics(Observer):
         self._expert_tokens = Counter("headrace:expert_tokens", text, ("layer",), registry=self._registry)
         text = "Recent tokens of a layer's most loaded expert divided by the mean of all."
         self._expert_imbalance = Gauge("headrace:expert_imbalance", text, ("layer",), registry=self._registry)
+        self._is_loaded = Gauge("headrace:model_loaded", "1 if the model is loaded.", registry=self._registry)
+        text = "Estimated bytes of the loaded model: weights, KV cache and engine."
+        self._memory = Gauge("headrace:model_memory_bytes", text, registry=self._registry)
+        self._loads = Counter("headrace:model_loads", "Times the model was loaded.", registry=self._registry)
+        text = "Times the model was unloaded, or its engine died."
+        self._unloads = Counter("headrace:model_unloads", text, registry=self._registry)
+        text = "Wait of a request for its model to be loaded, of those that waited."
+        self._load_wait = WeightedHistogram("headrace:load_wait_seconds", text, {}, self._registry, REQUEST_BUCKETS)
         text = "Requests with tools that this server does not support, by the type of tool."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
@@ -243,6 +251,22 @@ class Metrics(Observer):
             ("handler", "method", "status"),
             registry=self._shared,
         )
+
+    def on_load(self, num_bytes: int) -> None:
+        """Count a load of the model, which takes so many bytes from now on."""
+        self._loads.inc()
+        self._is_loaded.set(1)
+        self._memory.set(num_bytes)
+
+    def on_unload(self) -> None:
+        """Count the end of a loaded model, whatever the cause."""
+        self._unloads.inc()
+        self._is_loaded.set(0)
+        self._memory.set(0)
+
+    def on_load_wait(self, seconds: float) -> None:
+        """Record the seconds for which a request has waited for the model to be loaded."""
+        self._load_wait.observe(seconds)
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
         self._running.set(stats.num_running)

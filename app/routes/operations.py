@@ -5,7 +5,7 @@ The administration's routes exist only if there are `admin_keys`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,7 @@ from protocol.body import parse_body
 from protocol.errors import ApiError
 from protocol.openai.answers import ModelCard, ModelList
 from protocol.openai.dialect import find_model
-from protocol.registry import AbortRequest, ConfigureLogging
+from protocol.registry import AbortRequest, ConfigureLogging, ModelRequest
 
 T = TypeVar("T")
 
@@ -137,6 +137,44 @@ async def configure_logging(pool: ModelPool, request: RequestScope) -> None:
         if model.llm is not None:
             model.llm.send(SetLogLevel(body.log_level))
     await request.send_json(200, encode(answers.LogLevel(body.log_level)))
+
+
+async def load_model(pool: ModelPool, request: RequestScope) -> None:
+    """POST /v1/models/load: load a model as a request for it would, and wait for it."""
+    body = await pool.server.workload.read(request, lambda: parse_body(ModelRequest, request.body))
+    model = pool.find(body.model)
+    async with pool.use(model, request):
+        await _send_states(request, [model])
+
+
+async def unload_model(pool: ModelPool, request: RequestScope) -> None:
+    """POST /v1/models/unload. Raises ApiError 409 for a model that has requests, or the only one."""
+    body = await pool.server.workload.read(request, lambda: parse_body(ModelRequest, request.body))
+    model = pool.find(body.model)
+    await pool.unload([model])
+    await _send_states(request, [model])
+
+
+async def sleep(pool: ModelPool, request: RequestScope) -> None:
+    """POST /sleep: unload the model of the query, or all that have no requests, until they are asked for again."""
+    name = request.query().get("model", [None])[-1]
+    models = [pool.find(name)] if name is not None else [each for each in pool.models if not each.in_use]
+    pool.asleep |= {each for each in models if each.holds_memory}
+    await pool.unload(models)
+    await _send_states(request, pool.models)
+
+
+async def wake_up(pool: ModelPool, request: RequestScope) -> None:
+    """POST /wake_up: load the model of the query, or those that /sleep has unloaded."""
+    name = request.query().get("model", [None])[-1]
+    for model in [pool.find(name)] if name is not None else list(pool.asleep):
+        async with pool.use(model, request):
+            pool.asleep.discard(model)
+    await _send_states(request, pool.models)
+
+
+async def _send_states(request: RequestScope, models: Sequence[ModelServer]) -> None:
+    await request.send_json(200, encode(answers.ModelStates({each.name: each.state.value for each in models})))
 
 
 # --------------------------------------------------------------------------------------------------------------- probes

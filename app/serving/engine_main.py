@@ -9,6 +9,7 @@ from typing import Any
 
 from app.config.settings import Settings
 from app.observability.logs import bind, configure_logging
+from app.runtime import frozen_imports
 from app.serving.loading import core_factory, open_files
 from engine.core.core import EngineCore
 from engine.transport.process_core import serve_parent
@@ -25,4 +26,7 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
 
 
 if __name__ == "__main__":
+    with frozen_imports("gpu.executor"):  # before the setup comes, for which a spare process waits
+        import gpu.executor
+        import gpu.model_loader  # noqa: F401
     serve_parent(build)

@@ -47,7 +47,7 @@ from protocol.scoring.answers import LabelSet
 from protocol.syntax.registry import end_tokens
 
 if TYPE_CHECKING:
-    from engine.transport.process_client import ProcessClient
+    from engine.transport.process_client import EngineProcess, ProcessClient
     from gpu.executor import UniProcExecutor
     from gpu.parallel.multiproc import MultiprocExecutor
 
@@ -187,7 +187,11 @@ def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
 
 
 def make_client(
-    settings: Settings, files: ModelFiles, progress: Progress, grammars: GrammarCompiler | None = None
+    settings: Settings,
+    files: ModelFiles,
+    progress: Progress,
+    grammars: GrammarCompiler | None = None,
+    spare: SpareEngine | None = None,
 ) -> EngineClient:
     """Make the client of the engines that the settings ask for, not yet started. Raises ConfigError.
 
@@ -197,7 +201,7 @@ def make_client(
     if not settings.has_engine_processes:
         return ThreadClient(core_factory(settings, files, grammars=grammars))
     if not settings.engines_start_again:
-        return make_process_client(Share(settings), progress)
+        return make_process_client(Share(settings), progress, spare=spare)
     size = settings.data_parallel_size
     most = settings.max_data_parallel_size or size
     # Ray divides the machines of its cluster. An engine that may lose a process is restarted, even a single one.
@@ -253,25 +257,59 @@ def divide(settings: Settings) -> list[Share]:
     return [Share(settings, 1 / size)] * size
 
 
-def make_process_client(share: Share, progress: Progress, index: int | None = None) -> ProcessClient:
+def make_process_client(
+    share: Share, progress: Progress, index: int | None = None, spare: SpareEngine | None = None
+) -> ProcessClient:
     """Make the client of an engine in a process, `app.serving.engine_main`, which opens the same files as this process.
 
-    `index` is the engine's number in the log, if there are several.
+    `index` is the engine's number in the log, if there are several. It takes the `spare` process, if there is one.
     """
     # importing ZMQ would lengthen a start without engine processes by a twentieth
-    from engine.transport.process_client import EngineProcess, ProcessClient
+    from engine.transport.process_client import ProcessClient
+
+    start = partial(_engine_process, share.devices, ends_when_stopped=share.settings.engines_start_again)
+    return ProcessClient(
+        start if spare is None else spare.take,
+        {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
+        on_progress=progress,
+    )
+
+
+def _engine_process(devices: str | None = None, *, ends_when_stopped: bool = False) -> EngineProcess:
+    from engine.transport.process_client import EngineProcess
 
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
     environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
-    if share.devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = share.devices
-    command = [sys.executable, "-m", ENGINE_MODULE]
-    return ProcessClient(
-        partial(EngineProcess, command, environment, ends_when_stopped=share.settings.engines_start_again),
-        {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
-        on_progress=progress,
-    )
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    return EngineProcess([sys.executable, "-m", ENGINE_MODULE], environment, ends_when_stopped=ends_when_stopped)
+
+
+class SpareEngine:
+    """An engine's process without a model, which has imported everything, so that the next model loads sooner."""
+
+    def __init__(self) -> None:
+        self._process: EngineProcess | None = None
+
+    def prepare(self) -> None:
+        """Start the process, unless there is one. Raises OSError."""
+        if self._process is None:
+            self._process = _engine_process().__enter__()
+
+    def take(self) -> EngineProcess:
+        """Return the process, or if there is none, or it has ended, one that is not started."""
+        process, self._process = self._process, None
+        if process is not None and process.has_ended:
+            process.__exit__()
+            process = None
+        return process or _engine_process()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.__exit__()
+            self._process = None
 
 
 def core_factory(

@@ -10,9 +10,9 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -27,9 +27,12 @@ from app.serving.model_server import ModelHandler, ModelServer, ServedModel, imp
 from app.serving.server import Server, ServerPhase
 from engine.errors import HeadraceError
 from gpu.host import total_memory
-from protocol.body import decode_json
+from protocol.body import build_models, decode_json
 from protocol.errors import ApiError
 from protocol.openai.dialect import find_model, unknown_model
+
+if TYPE_CHECKING:
+    from app.serving.loading import SpareEngine
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class ModelPool:
         self.settings = server.settings
         self._on_fatal = on_fatal
         self.only: ModelServer | None = None
+        self._spare: SpareEngine | None = None
+        self.asleep: set[ModelServer] = set()  # models that /sleep has unloaded
         self._read_at = time.monotonic()
         self.policy: ModelPolicy[ModelServer] = ModelPolicy(self.settings.memory or int(MEMORY_SHARE * total_memory()))
         if self.settings.has_several_models:
@@ -278,6 +283,7 @@ class ModelPool:
             if model.state is not ModelState.LOADING:
                 break
         if waiter.is_admitted:
+            model.metrics.on_load_wait(time.monotonic() - waiter.since)
             return
         if waiter.error is None:
             raise self._lack_of_room(model)
@@ -340,23 +346,41 @@ class ModelPool:
                 await self.only.run(self._only_is_loaded)
                 return
             await to_thread.run_sync(import_engine)
+            from app.serving.loading import SpareEngine
+
+            self._spare = SpareEngine()
+            self._spare.prepare()
+            await to_thread.run_sync(build_models)
             await self._load_pinned()
         except Exception as error:
             server.phase = ServerPhase.FAILED
             self._on_fatal(error)
             return
         self._is_serving()
-        while True:
-            await anyio.sleep(CHECK_SECONDS)
-            self._replan()
-            for model in self.models:
-                if model.state is ModelState.LOADED and not model.is_alive and model.scope is not None:
-                    self.policy.failed(model, time.monotonic(), HeadraceError("its engine makes no progress"))
-                    model.scope.cancel()
+        try:
+            while True:
+                await anyio.sleep(CHECK_SECONDS)
+                self._look()
+        finally:
+            if self._spare is not None:
+                self._spare.close()
+
+    def _look(self) -> None:
+        """Notice what time brings: turns and idle times that have passed, and engines that make no progress."""
+        self._replan()
+        for model in self.models:
+            if model.state is ModelState.LOADED and not model.is_alive and model.scope is not None:
+                self.policy.failed(model, time.monotonic(), HeadraceError("its engine makes no progress"))
+                model.scope.cancel()
+        is_loading = any(each.state is ModelState.LOADING for each in self.models)
+        if self._spare is not None and not is_loading and any(not each.holds_memory for each in self.models):
+            with suppress(OSError):
+                self._spare.prepare()
 
     def _only_is_loaded(self, need: int) -> None:
         assert self.only is not None
         self.policy.loaded(self.only, time.monotonic(), need, time.monotonic() - self.server.started)
+        self.only.metrics.on_load(need)
         self._is_serving()
 
     def _is_serving(self) -> None:
@@ -386,12 +410,18 @@ class ModelPool:
         if waiter.error is not None:
             raise SettingsError(waiter.error.message) if isinstance(waiter.error, ApiError) else waiter.error
 
-    def unload(self, model: ModelServer) -> bool:
-        """Begin to unload a model. Return False if it has requests or is not loaded."""
+    async def unload(self, models: Iterable[ModelServer]) -> None:
+        """Unload models, and wait for it. Raises ApiError 409 for one that has requests, and for the only one."""
         changes: Changes[ModelServer] = Changes()
-        self.policy.unload(model, changes)
+        for model in models:
+            if self.only is not None:
+                raise ApiError(409, "This server has one model, which stays loaded.", code="model_stays")
+            if model.holds_memory and not self.policy.unload(model, changes):
+                why = f"has {model.in_use} requests" if model.in_use else "is being loaded"
+                raise ApiError(409, f"The model {model.name} {why}. Try again later.", code="model_in_use")
         self._carry_out(changes)
-        return bool(changes.unload)
+        while any(model.state is ModelState.UNLOADING for model in changes.unload):  # noqa: ASYNC110 - it is short
+            await anyio.sleep(0.01)
 
     def _start(self, function: Callable[[ModelServer], Any], model: ModelServer) -> None:
         model.scope = anyio.CancelScope()
@@ -430,10 +460,12 @@ class ModelPool:
         def on_loaded(need: int) -> None:
             now = time.monotonic()
             self.policy.loaded(model, now, need, now - started)
+            model.metrics.on_load(need)
             logger.info("%s: loaded in %.2f s, takes %s", model.name, now - started, _size(need))
             self._replan()
 
         assert model.scope is not None
+        model.spare = self._spare
         try:
             with model.scope:
                 await model.run(on_loaded)
@@ -441,6 +473,8 @@ class ModelPool:
             self._has_failed(model, error)
         if model.state is not ModelState.FAILED:
             self.policy.unloaded(model)
+        if model.llm is not None:
+            model.metrics.on_unload()
         model.llm = model.scope = None
         self._replan()
 

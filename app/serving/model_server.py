@@ -29,6 +29,7 @@ from protocol.errors import ApiError
 from protocol.openai.dialect import find_model
 
 if TYPE_CHECKING:
+    from app.serving.loading import SpareEngine
     from app.serving.prompts import PromptEncoder
     from engine.frontend.async_llm import AsyncLLM
     from engine.messages import EngineReady
@@ -56,6 +57,7 @@ class ModelServer(PooledModel):
         self.card: dict[str, Any] = {}  # the fields of its card that are known once it was loaded
         self.facts: dict[str, Any] | None = None  # of its files, for lists
         self.files: ModelFiles | None = None  # opened and not yet loaded
+        self.spare: SpareEngine | None = None  # to take when it is loaded
         self.scope: anyio.CancelScope | None = None  # of `run`
         self._model: ServedModel | None = None
 
@@ -236,7 +238,7 @@ class ModelServer(PooledModel):
         if self.settings.executor == "ray":
             await to_thread.run_sync(join_ray)
         files = replace(files, progress=self._report_or_end)
-        client = make_client(self.settings, files, self.start_up.report, grammars)
+        client = make_client(self.settings, files, self.start_up.report, grammars, self.spare)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
         llm.on_step_costs = self.admission.wait.set_costs
         self.admission.wait.count_engines = lambda: llm.num_engines

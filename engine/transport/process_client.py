@@ -196,6 +196,9 @@ class EngineProcess:
         self._peer: bytes | None = None
 
     def __enter__(self) -> Self:
+        """Start the process, unless it was started before."""
+        if hasattr(self, "_resources"):
+            return self
         with ExitStack() as stack:
             directory = Path(stack.enter_context(_private_directory()))
             self.heartbeat = Heartbeat.create(directory / HEARTBEAT)
@@ -219,6 +222,10 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     async def connect(self, setup: Any) -> None:
         """Wait for the engine's first message, then send its setup: plain data, before all commands.

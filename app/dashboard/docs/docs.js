@@ -1,7 +1,7 @@
 // Swagger UI over this server's own description. Keys are the dashboard's, and go out as it sends them.
 import { keys } from "../../dashboard/files/server.js";
 
-const ADMIN = ["/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/configure_logging",
+const ADMIN = ["/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/configure_logging", "/v1/models/load", "/v1/models/unload", "/sleep", "/wake_up",
   "/start_profile", "/stop_profile"];
 
 function begin() {

@@ -177,3 +177,33 @@ def test_an_engine_that_dies_takes_only_the_requests_of_its_model(folder: Path) 
         assert "data: [DONE]" in rest
         assert server.client.get("/livez").status_code == 200
         assert server.post("/v1/completions", short | {"model": "one"}).status_code == 200
+
+
+def test_an_administrator_loads_and_unloads_and_lets_models_sleep(folder: Path) -> None:
+    with several(folder) as server:
+        server.wait_ready()
+
+        def act(path: str, **body: str) -> Any:
+            return server.client.post(path, json=body or None, headers=ADMIN)
+
+        assert act("/models/load", model="two").json() == {"models": {"two": "loaded"}}
+        assert act("/models/load", model="four").status_code == 404
+        long = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True, "model": "two"}
+        with server.client.stream("POST", "/v1/completions", content=json.dumps(long)) as busy:
+            next(busy.iter_lines())
+            assert act("/models/unload", model="two").status_code == 409
+        server.poll(lambda: act("/models/unload", model="two"), lambda answer: answer.status_code == 200)
+        assert not engines(server)
+        assert act("/models/load", model="one").status_code == 200
+        assert act("/sleep").json()["models"]["one"] == "unloaded"
+        assert act("/wake_up").json()["models"] == {"one": "loaded", "three": "unloaded", "two": "unloaded"}
+        figures = server.client.get("/metrics", headers=ADMIN).text
+        assert 'headrace:model_loads_total{model_name="one"} 2.0' in figures
+        assert 'headrace:model_loaded{model_name="two"} 0.0' in figures
+
+
+def test_one_model_stays_loaded() -> None:
+    with ServeCommand(admin_keys="admin-key") as server:
+        server.wait_ready()
+        name = states(server).popitem()[0]
+        assert server.client.post("/models/unload", json={"model": name}, headers=ADMIN).status_code == 409

@@ -9,8 +9,7 @@ from typing import Any
 
 from app.config.settings import Settings
 from app.observability.logs import bind, configure_logging
-from app.runtime import frozen_imports
-from app.serving.loading import core_factory, open_files
+from app.serving.loading import core_factory, import_executor, open_files
 from engine.core.core import EngineCore
 from engine.transport.process_core import serve_parent
 from engine.transport.wire import Report
@@ -26,7 +25,5 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
 
 
 if __name__ == "__main__":
-    with frozen_imports("gpu.executor"):  # before the setup comes, for which a spare process waits
-        import gpu.executor
-        import gpu.model_loader  # noqa: F401
+    import_executor()  # before the setup comes, for which a spare process waits
     serve_parent(build)

@@ -306,7 +306,7 @@ class SpareEngine:
         return process or _engine_process()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, if there is one that no model has taken."""
         if self._process is not None:
             self._process.__exit__()
             self._process = None
@@ -341,6 +341,13 @@ def core_factory(
         )
 
     return make_core
+
+
+def import_executor() -> None:
+    """Import what loads a model."""
+    with frozen_imports("gpu.executor"):
+        import gpu.executor
+        import gpu.model_loader  # noqa: F401
 
 
 def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor | MultiprocExecutor:

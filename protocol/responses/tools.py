@@ -92,6 +92,12 @@ class NamedTool(ClientModel):
     name: str = ""
     namespace: str | None = None
 
+    @model_validator(mode="after")
+    def _a_tool_has_a_name(self) -> Self:
+        if not self.name and self.type in ("function", "custom", "namespace"):
+            raise PydanticCustomError("rule", "is required: the tool to call", {"field": "name"})
+        return self
+
     def names(self, forms: dict[str, CallForm]) -> list[str]:
         """Return the names by which the model knows the tools."""
         if self.type == "namespace":

@@ -22,8 +22,8 @@ from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject,
 from protocol.syntax.literal_calls import GEMMA_END, GEMMA_QUOTE, GemmaCall, PythonCalls
 from protocol.syntax.parameter_calls import Form, ParameterCalls
 from protocol.syntax.reasoning import ReasoningTags
-from protocol.syntax.record import Reading, Syntax, json_of
-from protocol.tools.kinds import Function
+from protocol.syntax.record import Reading, Syntax
+from protocol.tools.kinds import INPUT, Function
 
 _LFM2_TAGS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _MISTRAL_ID = 9  # characters
@@ -227,7 +227,7 @@ GEMMA4 = Syntax(
 @dataclass(frozen=True, kw_only=True)
 class _Python(Syntax):
     def write_call(self, name: str, arguments: str | Mapping[str, Any]) -> Written:
-        values = json.loads(json_of(arguments))
+        values = {INPUT: arguments} if isinstance(arguments, str) else arguments
         code = f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
         start, _, end = f"{self.before}{self.after}".partition("[")
         return Written(Markup(f"{start}["), code, Markup(f"]{end.rpartition(']')[2]}"))

@@ -247,3 +247,15 @@ def test_no_responses_request_is_more_than_a_400(body):
         return request.translate()
 
     is_refused_or_taken(make, body)
+
+
+@pytest.mark.parametrize("kind", ["function", "custom", "namespace"])
+def test_a_chosen_or_allowed_tool_without_a_name_is_refused_by_name(kind: str) -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": kind}]}
+    for choice in (allowed, {"type": kind})[: 1 if kind == "namespace" else 2]:
+        with pytest.raises(ApiError, match=r"name is required: the tool to call") as caught:
+            parse_body(
+                ResponsesRequest,
+                orjson.dumps({"input": "a", "tools": [{"type": "function", "name": "f"}], "tool_choice": choice}),
+            )
+        assert (caught.value.param or "").endswith("name")

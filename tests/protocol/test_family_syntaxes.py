@@ -570,6 +570,17 @@ def test_three_turns_of_calls_are_shown_to_the_model_in_order_and_read_back(name
     assert valued(replayed)[:2] == ["send_it", {"s": 'Ulm "Mitte"\nnorth', "o": {"deep": [1, "CET"]}}]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("arguments", ["city is Ulm", "[1, 2]", {"not a name": "x"}])
+def test_arguments_that_are_no_object_of_names_are_shown_too(name: str, arguments: Any) -> None:
+    messages = turns(Random(0))
+    messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    shown_messages, tools = MODELS[name].for_template(messages, TOOLS)
+    prompt = segments_text(template_of(FAMILIES[name]).render(shown_messages, tools=tools))
+    assert (arguments if isinstance(arguments, str) else "not a name") in prompt
+    assert all(word in prompt for word in ("time.v2-b", "Bonn", "Sun."))
+
+
 TOKENIZER = byte_level_tokenizer()
 TOKENIZER.add_special_tokens(sorted({token for family in FAMILIES.values() for token in family.special} | {"<eos>"}))
 VOCABULARY = Vocabulary(TOKENIZER)

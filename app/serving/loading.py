@@ -42,6 +42,7 @@ from gpu.checkpoint import (
     open_model,
     weight_paths,
 )
+from gpu.checkpoint.config import MAX_CHAT_TEMPLATE
 from gpu.host import cuda_devices, usable_cores
 from protocol.scoring.answers import LabelSet
 from protocol.syntax.registry import end_tokens
@@ -95,8 +96,10 @@ def expected_memory(settings: Settings, files: ModelFiles) -> int:
 
 def _read_template(path: Path) -> str:
     try:
+        if path.stat().st_size > MAX_CHAT_TEMPLATE or not path.is_file():  # reading a pipe or a device may never end
+            raise ValueError(f"it is no regular file, or has more than {MAX_CHAT_TEMPLATE:,} bytes")
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(
             f"chat_template: cannot read {path}: {getattr(error, 'strerror', None) or error}. What works: UTF-8 text"
         ) from error

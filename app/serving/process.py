@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import math
 import multiprocessing
@@ -79,9 +80,13 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def _bind_path(path: Path, mode: int) -> socket.socket:
-    """Return the Unix socket at `path`, after removing one there that no process listens on."""
+    """Return the Unix socket at `path`, after removing one there that no process listens on. The folder is locked, or
+    else another server could remove the new socket as the old one."""
     listener = socket.socket(socket.AF_UNIX)
+    folder = -1
     try:
+        folder = os.open(path.parent, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX)
         if path.is_socket():
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(1.0)
@@ -103,6 +108,9 @@ def _bind_path(path: Path, mode: int) -> socket.socket:
         raise SettingsError(
             f"uds: cannot listen on {path}: {why}. What works: a new path of at most 107 bytes in a folder of its user"
         ) from error
+    finally:
+        if folder >= 0:
+            os.close(folder)
     return listener
 
 

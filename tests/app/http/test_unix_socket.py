@@ -6,7 +6,9 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -85,6 +87,25 @@ def test_a_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
         assert os.umask(0o077) == 0o077, "and is as it was"
     finally:
         os.umask(umask)
+
+
+def test_only_one_of_several_servers_replaces_a_stale_socket(tmp_path: Path) -> None:
+    def won(path: Path, everyone: Barrier) -> bool:
+        everyone.wait(TIMEOUT)
+        try:
+            listeners.append(bind(Settings(uds=path)))
+        except SettingsError:
+            return False
+        return True
+
+    listeners: list[socket.socket] = []
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(60):
+            bind(Settings(uds=(path := tmp_path / f"{number}.sock"))).close()
+            starts = [threads.submit(won, path, everyone) for everyone in [Barrier(8)] for _ in range(8)]
+            assert sum(start.result(TIMEOUT) for start in starts) == 1
+    for listener in listeners:
+        listener.close()
 
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from app.config.settings import Settings
+from app.config.settings import Settings, SettingsError
 from app.library import LLM
 from app.serving import loading
 from app.serving.loading import divide, end_token_ids, make_client, open_files
@@ -43,6 +44,14 @@ def environment_of(process: object) -> dict[str, str]:
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_a_chat_template_without_end_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "long.jinja").write_bytes(b"a" * (2**20 + 1))
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "long.jinja", tmp_path):
+        with pytest.raises(SettingsError, match=f"chat_template: cannot read {path}: it is no regular file, or has"):
+            open_files(Settings(chat_template=path), None)
 
 
 @pytest.mark.usefixtures("no_devices")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-LEAST_RESIDENCE = 5.0  # seconds; a model that takes longer to load stays for twice that time
+LEAST_RESIDENCE = 1.0  # seconds; a model that takes longer to load stays for as long as that
 LONGEST_PAUSE = 60.0  # seconds between two loads of a model that fails again and again
 
 
@@ -50,7 +50,7 @@ class PooledModel:
     @property
     def residence(self) -> float:
         """The seconds that it stays loaded even if another model needs its room."""
-        return max(LEAST_RESIDENCE, 2 * self.load_seconds)
+        return max(LEAST_RESIDENCE, self.load_seconds)
 
     @property
     def holds_memory(self) -> bool:

@@ -151,9 +151,9 @@ def test_two_models_that_take_turns_are_swapped_seldom(load: float) -> None:
     """One request each second, in turns: without a residence there would be a load for each."""
     world = World([10, 10], 10, load=load)
     world.run([Request(n, n % 2, 0.1, 60) for n in range(120)])
-    residence = max(5.0, 2 * load)
+    residence = max(1.0, load)
     assert all(outcome.waited is not None for outcome in world.outcomes)
-    assert len(world.loads) <= 2 + (world.now / residence)
+    assert len(world.loads) <= 2 + world.now / (residence + load)
 
 
 def test_a_busy_model_gives_its_room_up_after_its_turn() -> None:

@@ -153,7 +153,7 @@ async def _named(model: ModelServer) -> list[dict[str, Any]]:
     if facts["size"]:
         model.facts = facts
     names = (name if ":" in name.rpartition("/")[2] else f"{name}:latest" for name in model.settings.model_names)
-    return [{"name": name, "model": name, **facts, "size_vram": facts["size"]} for name in names]
+    return [{"name": name, "model": name, **facts, "size_vram": facts["size"]} for name in dict.fromkeys(names)]
 
 
 async def show(pool: ModelPool, request: RequestScope) -> None:

@@ -10,6 +10,7 @@ import ollama
 import pytest
 
 from tests.support.harness import MODEL, TIMEOUT, Server
+from tests.support.tiny_model import tiny_server
 
 QUESTION = "What is the capital of France?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -160,3 +161,10 @@ def test_pull_knows_the_served_model_and_no_paths(sdk: ollama.Client) -> None:
     for name in ("llama3.2", "/etc", "../secrets"):
         assert "is no repository of the hub" in refusal(lambda name=name: sdk.pull(name)).error
         assert "is no repository of the hub" in refusal(lambda name=name: list(sdk.pull(name, stream=True))).error
+
+
+@pytest.mark.slow
+def test_two_names_that_are_one_to_ollama_are_listed_once() -> None:
+    with tiny_server(served_model_name="small,small:latest,other") as server:
+        shown = server.wait_ready().client.get("/api/tags").json()["models"]
+        assert [each["name"] for each in shown] == ["small:latest", "other:latest"]

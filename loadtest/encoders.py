@@ -18,6 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,13 @@ from gpu.cpu.encoder import CPUEncoder
 from gpu.cpu.library import load_library
 from gpu.runner.encoder_runner import EncoderInputs
 
-SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "num_labels": 1,
+}
 NEAR = 1e-3  # scores that differ by less are near ties, whose order is not compared
 BATCH = 32  # texts that sentence-transformers computes together
 Texts = list[NDArray[np.int64]]
@@ -59,7 +66,7 @@ class Pair:
     def __init__(self, num_threads: int) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(num_threads)
-        config = BertConfig(**SHAPE, num_labels=1)
+        config = BertConfig(**SHAPE)
         self.torch = BertForSequenceClassification(config).eval()
         values = {**config.to_dict(), "architectures": ["BertModel"]}
         family, library = encoder_family(values), load_library()

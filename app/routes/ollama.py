@@ -49,7 +49,7 @@ async def answer(kind: type[OllamaRequest], pool: ModelPool, request: RequestSco
     given = await pool.server.workload.read(request, lambda: parse_body(kind, request.body))
     model = pool.find(given.model)
     if given.only_loads and given.keep_alive == 0:
-        _unload(pool, model)
+        await _unload(pool, model)
         await request.send_json(200, load_body(given, given.model or model.name, time.time(), "unload"))
         return
     asked = Asked(stream=given.stream, timeout=given.timeout, ttft_timeout=given.ttft_timeout)
@@ -106,14 +106,15 @@ def _is_kept(model: ModelServer) -> bool:
     return not model.server.settings.has_several_models or model.pinned or model.server.tenants.required
 
 
-def _unload(pool: ModelPool, model: ModelServer) -> None:
+async def _unload(pool: ModelPool, model: ModelServer) -> None:
     """Unload a model now, or when it has no requests. Raises ApiError 400."""
     if _is_kept(model):
         raise ApiError(
             400, "keep_alive must not be 0: the operator of this server keeps the model loaded.", param="keep_alive"
         )
     model.idle_unload = 0.0
-    pool.unload(model)
+    if model.is_open and not model.in_use:
+        await pool.unload([model])
 
 
 # ------------------------------------------------------------------------------------------------------------ catalogue

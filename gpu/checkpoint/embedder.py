@@ -78,11 +78,12 @@ def embedder_of_directory(directory: Path, source: str, *, is_encoder: bool = Fa
             dense[folder] = _dense(folder, _settings_of(directory, folder, source), source)
     found = _with_prompts(directory, pooling, settings, source, is_encoder)
     longest = read_json(directory / "sentence_bert_config.json").get("max_seq_length")
+    found = replace(found, dense=dense) if pooling else replace(found, token_dense=dense)
     if not is_encoder or longest is None:
-        return replace(found, **{"dense" if pooling else "token_dense": dense})
+        return found
     field = FIELDS["max_position_embeddings"]
     longest = check_field(field, longest, key="max_seq_length in sentence_bert_config.json", source=source)
-    return replace(found, max_length=longest, **{"dense" if pooling else "token_dense": dense})
+    return replace(found, max_length=longest)
 
 
 def _dense(folder: str, settings: Mapping[str, Any], source: str) -> DenseSpec:

@@ -132,7 +132,7 @@ def wordpiece(tokens: Sequence[str], config: Mapping[str, Any], *, source: str) 
     """Return BERT's tokenizer of the `tokens` of a vocab.txt, with the settings of a tokenizer_config.json. Raises
     `ModelError` for a vocabulary without its special tokens."""
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    named = {name: _content(config.get(name)) or usual for name, usual in names.items()}
+    named = {name: str(_content(config.get(name)) or usual) for name, usual in names.items()}
     ids = {token: index for index, token in enumerate(tokens)}
     missing = [named[name] for name in ("unk_token", "cls_token", "sep_token") if named[name] not in ids]
     if missing:

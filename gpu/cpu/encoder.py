@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +70,9 @@ class CPUEncoder(CPUCausalLM):
         if not {type(record) for record in records} <= _KINDS:
             return False
         norms = [record for record in records if isinstance(record, RMSNormSpec)]
-        networks = [layer.feed_forward for layer in spec.layers]
+        networks: list[Any] = [
+            layer.feed_forward for layer in spec.layers
+        ]  # EncoderNetworkSpec, as EncoderLayerSpec says
         heads, one = spec.layers[0].attention.heads, networks[0]
         merged = [layer.attention.qkv for layer in spec.layers]
         return (

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +107,7 @@ class PackedWeights:
             if isinstance(network, MoESpec):
                 groups += self._expert_groups(struct, network, matrix, vector)
                 continue
-            if network.gate is None:
+            if cast("Part | None", network.gate) is None:  # networks of encoders
                 matrix(struct, "gate_up", network.up)
                 bias(struct, "gate_up_bias", network.up)
             else:

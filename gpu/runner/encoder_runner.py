@@ -124,17 +124,25 @@ class EncoderRunner:
 
 
 def _erf(x: Floats) -> Floats:
-    return np.frompyfunc(math.erf, 1, 1)(x).astype(np.float32)
+    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.float32)
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-x)), np.float32)
+
+
+def _gelu_tanh(x: Floats) -> Floats:
+    return np.asarray(x * (1 + np.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2, np.float32)
 
 
 _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "identity": lambda x: x,
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0),
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "gelu": lambda x: x * (1 + _erf(x * np.float32(0.5**0.5))) / 2,
-    "gelu_tanh": lambda x: x * (1 + np.tanh(np.float32((2 / math.pi) ** 0.5) * (x + np.float32(0.044715) * x**3))) / 2,
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": lambda x: x * (1 + _erf(x * np.float32(0.5**0.5))) / np.float32(2),
+    "gelu_tanh": _gelu_tanh,
 }
 
 

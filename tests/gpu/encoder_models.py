@@ -47,7 +47,14 @@ SHAPE: dict[str, Any] = {
 ROBERTA = SHAPE | {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 68}
 FULL, LOCAL = "full_attention", "sliding_attention"
 MODERN = SHAPE | {"eos_token_id": 3, "bos_token_id": 2, "cls_token_id": 2, "sep_token_id": 3, "local_attention": 10}
-DISTIL = {"vocab_size": 67, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 66}
+DISTIL: dict[str, Any] = {
+    "vocab_size": 67,
+    "dim": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "max_position_embeddings": 66,
+}
 
 ENCODERS: dict[str, PreTrainedConfig] = {
     "bert": BertConfig(**SHAPE),

@@ -85,6 +85,8 @@ def test_the_model_list_tells_the_context_length():
         root="SmolLM2",
         created=7,
         max_model_len=2048,
+        status="loaded",
+        memory=None,
         default_parameters={"top_p": 0.9},
         chat_parameters={"min_p": 0.1},
     )

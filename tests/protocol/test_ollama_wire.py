@@ -24,7 +24,8 @@ SECONDS = (0.5, 1.0, 2.25)
 
 
 def context(**fields: Any) -> AnswerContext:
-    body = OllamaChatRequest(messages=[{"role": "user", "content": "hi"}], tools=TOOLS, **fields).translate()
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    body = OllamaChatRequest(**given | fields).translate()
     return answer(message_format=body.message_format(SYNTAX, b""), durations=lambda: SECONDS)
 
 
@@ -112,7 +113,7 @@ def test_durations_are_nanoseconds_and_add_up() -> None:
 
 def test_generate_has_its_text_in_response() -> None:
     outputs = [output("<think>Hm.</think>Yes"), output("", finish=STOP)]
-    lines, body = (read(outputs, context(), GenerateRequest) for read in (stream, whole))
+    lines, body = stream(outputs, context(), GenerateRequest), whole(outputs, context(), GenerateRequest)
     assert [line["response"] for line in lines] == ["", "Yes", ""]
     assert lines[0]["thinking"] == body["thinking"] == "Hm."
     assert body["response"] == "Yes"

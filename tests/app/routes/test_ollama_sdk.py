@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -110,17 +110,19 @@ def test_errors_are_words_under_their_status(sdk: ollama.Client) -> None:
         unknown = refusal(lambda stream=stream: list(sdk.chat("nothing", MESSAGES, stream=stream)))
         assert unknown.status_code == 404
         assert "`nothing` does not exist" in unknown.error
-    for call, words in {
+    wrong: dict[Callable[[], object], str] = {
         lambda: sdk.chat(MODEL, MESSAGES, think=True): "does not support thinking",
         lambda: sdk.chat(MODEL, MESSAGES, options={"num_ctx": 10**6}): "options.num_ctx must be at most",
         lambda: sdk.chat(MODEL, MESSAGES, options={"top_p": 7}): "options.top_p must be in",
         lambda: sdk.generate(MODEL, "a", suffix="b"): "suffix is not supported",
-    }.items():
+    }
+    for call, words in wrong.items():
         error = refusal(call)
         assert error.status_code == 400
         assert words in error.error
-    for call in (lambda: sdk.delete(MODEL), lambda: sdk.copy(MODEL, "b"), lambda: sdk.create("b", from_=MODEL)):
-        assert "change the files" in refusal(call).error
+    changes = (lambda: sdk.delete(MODEL), lambda: sdk.copy(MODEL, "b"), lambda: sdk.create("b", from_=MODEL))
+    for change in changes:
+        assert "change the files" in refusal(change).error
 
 
 def test_what_has_no_effect_is_named(server: Server) -> None:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +53,7 @@ class World:
 
     def run(self, requests: Sequence[Request], until: float = 1000.0) -> list[Outcome]:
         for request in requests:
-            self.at(request.arrival, lambda request=request: self._arrive(request))
+            self.at(request.arrival, partial(self._arrive, request))
         while self._events and self._events[0][0] <= until:
             self.now, _, what = heapq.heappop(self._events)
             what()
@@ -90,10 +91,10 @@ class World:
         for model in changes.unload:
             assert model.name not in busy, "a model with requests was unloaded"
             assert not model.pinned
-            self.at(self.now + UNLOAD, lambda model=model: self.policy.unloaded(model))
+            self.at(self.now + UNLOAD, partial(self.policy.unloaded, model))
         for model in changes.load:
             self.loads.append((self.now, model.name))
-            self.at(self.now + self.load, lambda model=model: self._loaded(model))
+            self.at(self.now + self.load, partial(self._loaded, model))
         assert self.policy.used <= self.policy.limit
 
     def _loaded(self, model: PooledModel) -> None:

@@ -18,7 +18,7 @@ from tests.support.tiny_model import write_tiny_model
 
 MIB = 2**20
 ADMIN = {"authorization": "Bearer admin-key"}
-EVERY_DIALECT = {
+EVERY_DIALECT: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -104,7 +104,10 @@ def test_vectors_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
 
 def test_dense_layers_and_heads_are_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, ENCODERS["embedding-gemma"])
-    weights = {"dense_2": np.random.rand(40, 32).astype("f4"), "dense_3": np.random.rand(8, 40).astype("f4")}
+    weights: dict[str, Any] = {
+        "dense_2": np.random.rand(40, 32).astype("f4"),
+        "dense_3": np.random.rand(8, 40).astype("f4"),
+    }
     files = open_model(str(write_gguf(tmp_path / "model.gguf", tmp_path, "embedding-gemma", **weights)))
     plain, (found,) = encoded(tmp_path, prompts()[1:2])[0], encoded(files, prompts()[1:2])
     np.testing.assert_allclose(found, weights["dense_3"] @ weights["dense_2"] @ plain, rtol=1e-4)
@@ -137,7 +140,7 @@ def test_a_unigram_vocabulary_makes_the_tokenizer_of_transformers(tmp_path: Path
     writer.write_tensors_to_file()
     writer.close()
     tokenizer = tokenizer_from_gguf(GGUFFile(tmp_path / "vocabulary.gguf"), 13)
-    theirs = XLMRobertaTokenizer(vocab=vocabulary, _spm_precompiled_charsmap=CHARSMAP)
+    theirs = XLMRobertaTokenizer(vocab=vocabulary, _spm_precompiled_charsmap=cast(Any, CHARSMAP))
     for text in ("the cat sat", "  the   cat at", "the dog", ""):
         assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
     assert tokenizer.encode("the", "cat").ids == theirs("the", "cat")["input_ids"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -172,7 +172,7 @@ class Oracle:
         if spec.positions is not None:
             x = x + table["positions.weight"][positions] + table["types.weight"][types]
         x = self._norm(spec.embedding_norm, x)
-        for each in spec.layers:
+        for each in cast(Any, spec.layers):
             y = self._attention(each.attention, self._norm(each.attention_norm, x))
             x = self._norm(each.attention_sum_norm, x + self._norm(each.attention_post_norm, y))
             y = self._network(each.feed_forward, self._norm(each.feed_forward_norm, x))
@@ -318,7 +318,7 @@ def test_sizes_that_the_library_does_not_compute_are_not_supported() -> None:
     narrow = encoder([layer(0, heads=(12, 12, 8))])
     mixed = encoder([layer(0), layer(1, activation="relu")])
     biased = encoder([layer(0, gated=True)])
-    network = biased.layers[0].feed_forward
+    network: Any = biased.layers[0].feed_forward
     gate = replace(network, gate=replace(network.gate, bias=True))
     other = encoder([layer(0, gated=True, activation="relu")])
     for spec in (narrow, mixed, replace(biased, layers=(replace(biased.layers[0], feed_forward=gate),)), other):

@@ -163,7 +163,7 @@ def test_pull_fetches_with_progress_and_ends_with_its_client(hub: FakeHub, tmp_p
         with pytest.raises(ollama.ResponseError, match="administrator"):
             client.pull("org/tiny-GGUF:q8_0")
         admin = ollama.Client(server.base_url, headers={"authorization": "Bearer admin"}, trust_env=False)
-        leaving = admin.pull("hf.co/org/tiny-GGUF:q8_0", stream=True)
+        leaving: Any = admin.pull("hf.co/org/tiny-GGUF:q8_0", stream=True)
         assert next(part for part in leaving if part.completed)
         leaving.close()
         parts = list(admin.pull("hf.co/org/tiny-GGUF:q8_0", stream=True))
@@ -252,6 +252,7 @@ def test_models_come_and_go_as_clients_ask(folder: Path) -> None:
         expires = {each.model: each.expires_at for each in client.ps().models}
         assert expires["one:latest"] is not None
         assert expires["one:latest"].year == 9999
+        assert expires["two:latest"] is not None
         left = expires["two:latest"] - datetime.now(UTC)
         assert timedelta(minutes=9) < left <= timedelta(minutes=10)
         assert client.chat("one", [], keep_alive=0).done_reason == "unload"

@@ -114,7 +114,7 @@ class Container(Server):
         os.kill(self.pid, signal.SIGTERM)
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int | None:  # type: ignore[override]
         """What its process 1 is on this machine; None if there is none any more."""
         assert self._process is not None
         try:

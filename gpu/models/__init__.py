@@ -8,6 +8,7 @@ latent_attention  Attention over a latent for each token.
 blocks            A transformer's layer: attention, feed-forward network, experts.
 gemma             The layers of Gemma 3n and 4, and their per-layer embeddings.
 decoder           The decoder-only transformer, built from a model's specification.
+encoder           An encoder, from its specification.
 communicators     Tensor ranks by torch.distributed, and tensors in shared memory.
 torch_model       `CausalLM` behind the runner's interface: numpy in, numpy out.
 transformers_model  Decoders that transformers implements, with paged attention.

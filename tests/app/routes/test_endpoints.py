@@ -149,7 +149,7 @@ def test_embeddings_that_cannot_be_are_refused(server: Server) -> None:
         ("input", {"a": 1}),
         ("dimensions", 0),
         ("dimensions", 577),
-        ("encoding_format", "int8"),
+        ("encoding_format", "int4"),
         ("pooling", "max"),
         ("prompt_name", "query"),
         ("truncate_prompt_tokens", 0),

@@ -255,7 +255,7 @@ def test_an_embedder_that_was_saved_without_its_head_is_read(directory, caplog):
 @pytest.mark.parametrize(
     ("pooling", "modules", "prompts", "message"),
     [
-        ({"pooling_mode_cls_token": True}, [], {}, "pooling by 'pooling_mode_cls_token'.*mean and lasttoken"),
+        ({"pooling_mode_cls_token": True}, [], {}, "pooling by 'cls'.*mean and lasttoken"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, [], {}, "pooling by 'mean', 'lasttoken'"),
         ({}, [], {}, "pooling by nothing"),
         ({"pooling_mode": 3}, [], {}, "pooling by 3"),

@@ -61,7 +61,7 @@ export class Chat {
     try {
       const { data } = await (await ask("v1/models")).json();
       this.cards = Object.fromEntries(data.map((card) => [card.id, card]));
-      this.model.replaceChildren(...data.map(({ id }) => h("option", { value: id, selected: id === this.store.model }, id)));
+      this.model.replaceChildren(...data.map(({ id, status }) => h("option", { value: id, selected: id === this.store.model }, data.length > 1 && status !== "loaded" ? `${id} (${status})` : id)));
       this.showDefaults();
     } catch (error) {
       if (error instanceof Refused && error.status === 401) this.say(error.message, true);
@@ -148,6 +148,7 @@ export class Chat {
     this.button.textContent = "Send";
     shown.element.ariaBusy = false;
     shown.draw();
+    if (this.model.length > 1) this.findModels(); // it may have been loaded for this answer
     if (this.store.talks.includes(talk)) saveTalk(talk); // it was not deleted meanwhile
   }
 

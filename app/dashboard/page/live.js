@@ -1,5 +1,6 @@
 // Live: the server's frames as they come, as long as this page is open and looked at.
 import { h } from "./dom.js";
+import { Models } from "./models.js";
 import { ask, events, Refused } from "./server.js";
 import { View } from "./view.js";
 
@@ -7,7 +8,9 @@ export class Live {
   constructor(root) {
     this.notice = h("p.notice", { role: "status" });
     this.body = h("div.view", { tabIndex: -1, hidden: true });
-    root.append(this.notice, this.body);
+    root.append(this.notice);
+    this.models = new Models(root);
+    root.append(this.body);
     this.view = new View(this.body);
     document.addEventListener("visibilitychange", () => {
       if (document.hidden) this.leave();
@@ -19,6 +22,7 @@ export class Live {
     this.leave();
     this.controller = new AbortController();
     this.follow(this.controller.signal);
+    this.models.follow(this.controller.signal);
   }
 
   leave() { this.controller?.abort(); }

@@ -18,7 +18,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.harness import Server
-from tests.support.tiny_model import tiny_server
+from tests.support.tiny_model import tiny_server, write_tiny_model
 
 PATIENCE = 60_000  # milliseconds
 LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
@@ -444,3 +444,22 @@ def test_a_simulation_that_cannot_be_is_refused(open_server: Server, piece: dict
     answer = simulated(open_server, **piece)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_several_models_are_shown_with_their_states_loaded_and_unloaded(browser: Browser, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_tiny_model(tmp_path / name, vocab_size=512)
+    settings = {"model": "", "max_model_len": "", "models_dir": tmp_path, "admin_keys": "operator", "dtype": "float32"}
+    with tiny_server(**settings) as server, looking(browser, server.wait_ready(), "/dashboard", allowed="503") as page:
+        page.evaluate("sessionStorage.setItem('key-admin', 'operator')")
+        page.goto(server.base_url + "/dashboard#live")
+        page.reload()
+        row = page.locator("#live .models tbody tr").filter(has_text="second")
+        expect(row).to_contain_text("unloaded")
+        row.get_by_role("button", name="load second").click()
+        expect(row).to_contain_text("MiB", timeout=PATIENCE)
+        row.get_by_role("button", name="unload second").click()
+        expect(row).to_contain_text("unloaded", timeout=PATIENCE)
+        page.goto(server.base_url + "/dashboard#chat")
+        page.get_by_text("Settings").click()
+        expect(page.get_by_label("Model", exact=True).locator("option")).to_have_count(2)

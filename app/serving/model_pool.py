@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -163,13 +164,14 @@ class ModelPool:
         return self.server.phase is ServerPhase.READY and is_available and self.is_alive
 
     def status(self) -> dict[str, Any]:
-        """Return the body of /startupz and /readyz: phase, progress of loading, and whether the queue is full."""
+        """Return the body of /startupz and /readyz: phase, progress of loading, whether the queue is full. Anyone may
+        read it, so it has the number of models in each state, and no names."""
         loading = (each for each in self.models if each.state is ModelState.LOADING)
         model = self.only or next(loading, None)
         is_loading = self.server.phase is ServerPhase.STARTING or (self.only is None and model is not None)
         several = {
             "memory": {"limit": self.policy.limit, "used": self.policy.used},
-            "models": {each.name: self._state(each) for each in self.models},
+            "models": dict(Counter(each.state for each in self.models)),
         }
         return {
             "phase": self.server.phase,
@@ -179,17 +181,6 @@ class ModelPool:
             "elapsed_seconds": round(time.monotonic() - self.server.started, 3),
             "queue_full": self.is_full,
         } | ({} if self.only is not None else several)
-
-    def _state(self, model: ModelServer) -> dict[str, Any]:
-        is_loading = model.state is ModelState.LOADING
-        return {
-            "status": model.state,
-            "task": model.start_up.task if is_loading else None,
-            "memory": model.need if model.holds_memory else None,
-            "requests": model.in_use,
-            "pinned": model.pinned,
-            "error": None if model.error is None else str(model.error),
-        }
 
     async def refresh(self, *, now: bool = False) -> None:
         """Read the models' folder again, if the last time was a while ago or it shall be done `now`."""

@@ -171,7 +171,7 @@ class ModelPool:
         is_loading = self.server.phase is ServerPhase.STARTING or (self.only is None and model is not None)
         several = {
             "memory": {"limit": self.policy.limit, "used": self.policy.used},
-            "models": dict(Counter(each.state for each in self.models)),
+            "models": dict(Counter(each.state.value for each in self.models)),
         }
         return {
             "phase": self.server.phase,

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -449,7 +450,13 @@ def test_a_simulation_that_cannot_be_is_refused(open_server: Server, piece: dict
 def test_several_models_are_shown_with_their_states_loaded_and_unloaded(browser: Browser, tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_tiny_model(tmp_path / name, vocab_size=512)
-    settings = {"model": "", "max_model_len": "", "models_dir": tmp_path, "admin_keys": "operator", "dtype": "float32"}
+    settings: dict[str, Any] = {
+        "model": "",
+        "max_model_len": "",
+        "models_dir": tmp_path,
+        "admin_keys": "operator",
+        "dtype": "float32",
+    }
     with tiny_server(**settings) as server, looking(browser, server.wait_ready(), "/dashboard", allowed="503") as page:
         page.evaluate("sessionStorage.setItem('key-admin', 'operator')")
         page.goto(server.base_url + "/dashboard#live")

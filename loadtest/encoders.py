@@ -7,7 +7,7 @@ Both compute the same random weights in one process, in turn, with as many threa
 take no time. transformers computes in float32 and gets what sentence-transformers gives it: texts sorted by length, 32
 at a time, padded to the longest of them. The library gets the same texts in their order. Tokenizers are left out on
 both sides. Printed are texts per second, the best round and the median, their ratios, the ratio of the CPU time of best
-rounds, and beside them how far results agree: the least cosine of an embedding, or the pairs of texts that a ranking
+rounds, and how far results agree: the least cosine of an embedding, or the pairs of texts that a ranking
 has in another order.
 """
 

@@ -6,12 +6,11 @@ import logging
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import Gemma4TextConfig, PreTrainedConfig
 
 from engine.errors import ConfigError
-from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows, open_model
+from gpu.checkpoint import ModelConfig, ModelError, open_model
 from gpu.checkpoint.architecture import GeGLUSpec
 from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gemma_layers import SparseGeGLUSpec
@@ -19,8 +18,8 @@ from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import check_shapes, tensor_shapes
 from gpu.kv_cache import kv_cache_size, kv_layout
 from gpu.sharding import Layout, check_cuts
-from gpu.weights.reading import floats, read_weights
 from tests.gpu.checkpoint.test_dense_files import assert_gives, made
+from tests.gpu.checkpoint.test_hybrid_files import assert_packed_as_plain
 from tests.gpu.dense_gguf import write_gguf
 from tests.gpu.gemma_models import GEMMA, SIZES, WIDE
 from tests.selection import slow_except
@@ -173,14 +172,7 @@ def test_a_gguf_file_gives_the_logits_of_transformers(tmp_path, name: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_GGUF)
 def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str):
-    oracle = oracle_of(name)
-    plain = dict(read_weights(open_model(str(write_gguf(tmp_path / "plain.gguf", oracle)))))
-    packed = dict(read_weights(open_model(str(write_gguf(tmp_path / "packed.gguf", oracle, kind="Q8_0")))))
-    assert plain.keys() == packed.keys()
-    assert any(isinstance(weight, QuantizedRows) for weight in packed.values())
-    for tensor, weight in packed.items():
-        wanted = floats(plain[tensor])
-        np.testing.assert_allclose(floats(weight), wanted, atol=float(np.abs(wanted).max()) / 200, err_msg=tensor)
+    assert_packed_as_plain(tmp_path, oracle_of(name))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,10 +144,8 @@ def test_older_gguf_files_of_qwen3_next_are_read(tmp_path, name: str):
     assert_agrees(open_model(str(write_gguf(tmp_path / "m.gguf", oracle, **LIKE_OLDER_FILES))), oracle)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_GGUF)
-def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str):
-    oracle = made(IN_GGUF[name])
+def assert_packed_as_plain(tmp_path: Path, oracle: PreTrainedModel) -> None:
+    """Compare the weights of a file in Q8_0 with those of one in float32."""
     plain = dict(read_weights(open_model(str(write_gguf(tmp_path / "plain.gguf", oracle)))))
     packed = dict(read_weights(open_model(str(write_gguf(tmp_path / "packed.gguf", oracle, kind="Q8_0")))))
     assert plain.keys() == packed.keys()
@@ -154,6 +153,12 @@ def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str
     for tensor, weight in packed.items():
         wanted = floats(plain[tensor])
         np.testing.assert_allclose(floats(weight), wanted, atol=float(np.abs(wanted).max()) / 200, err_msg=tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_quantized_gguf_files_have_the_weights_of_plain_ones(tmp_path, name: str):
+    assert_packed_as_plain(tmp_path, made(IN_GGUF[name]))
 
 
 def test_layers_of_a_gguf_file_that_predict_further_tokens_are_skipped_with_one_line(tmp_path, caplog):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +20,7 @@ from engine.errors import ConfigError
 from engine.messages import FinishReason, SamplingParams
 from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
-from engine.transport.process_client import EngineProcess, ProcessClient
+from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelFiles, open_model
 from gpu.checkpoint.model_files import no_progress
 from gpu.runner.runner import WorkerOptions
@@ -37,8 +36,7 @@ def client(**settings: Any) -> object:
 
 def environment_of(process: object) -> dict[str, str]:
     """What an engine's process will be started with."""
-    _, environment = cast(partial[EngineProcess], cast(ProcessClient, process)._make_process).args
-    return dict(environment)
+    return dict(cast(ProcessClient, process)._make_process()._environment or {})
 
 
 @pytest.fixture

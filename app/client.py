@@ -402,6 +402,7 @@ class ServerClient:
         self._netloc = parts.netloc
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout = timeout
+        self.request_id: str | None = None  # of the latest stream, if the server gave one
 
     def get(self, path: str) -> bytes:
         """Return the body that answers a GET. Raises `ServerError`."""
@@ -433,6 +434,7 @@ class ServerClient:
         which aborts the request. Raises `ServerError`, also if the answer breaks off."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self.request("POST", "/v1/chat/completions", body) as response:
+            self.request_id = response.headers.get("x-request-id")
             is_over = False
             for line in response:
                 data = line.removeprefix(b"data:").strip()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -125,22 +126,6 @@ def list_models(settings: Settings) -> int:
     return 0
 
 
-def chat(settings: Settings, *, url: str | None, system: str | None, temperature: float | None) -> int:
-    """Talk to a model in the terminal."""
-    from app.commands.chat import chat_here, chat_with
-
-    if url is not None:
-        return chat_with(url, settings, system=system, temperature=temperature)
-    return chat_here(settings, system=system, temperature=temperature)
-
-
-def _add_chat_flags(parser: ArgumentParser) -> None:
-    talk = parser.add_argument_group("the conversation")
-    talk.add_argument("--url", help="A running server, such as http://127.0.0.1:8000. Default: start one here.")
-    talk.add_argument("--system", help="The system prompt.")
-    talk.add_argument("--temperature", type=float, help="0 is greedy. Default: the server's.")
-
-
 class Command(NamedTuple):
     """A subcommand: it calls `run(settings, **own)`, or `run(**own)` if it takes no settings."""
 
@@ -187,7 +172,11 @@ SHORT_FLAGS = {  # as vLLM has them
 OF_THE_ENGINE = tuple(takewhile(lambda name: name != "models", Settings.model_fields))
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
-    "chat": Command.of(chat, add_flags=_add_chat_flags, in_help=OF_THE_ENGINE),
+    "chat": Command.at(
+        "app.commands.chat",
+        "Talk to a model in the terminal. A question after the model, or standard input, is answered once.",
+        in_help=OF_THE_ENGINE,
+    ),
     "run-batch": Command.at(
         "app.commands.run_batch", "Answer a file of requests, without a server.", in_help=OF_THE_ENGINE
     ),
@@ -263,6 +252,16 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _ModelAndQuestion(_Once):
+    """Accept a model, a question, or both. A single argument with a blank or a question mark is a question."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if len(values) > 1 or re.search(r"[\s?]", values[0]):
+            *values, namespace.question = values
+        for model in values:
+            super().__call__(parser, namespace, model)
+
+
 class _Several(_Once):
     """Accept `--model` several times, for a server of several models."""
 
@@ -330,8 +329,14 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
     others = None if every else "All others work too: see headrace serve --help."
     settings = parser.add_argument_group("settings", others)
     if "model" in in_help:
+        takes_question = parser.get_default("question") is not None
         settings.add_argument(
-            "model", nargs="?", default=argparse.SUPPRESS, action=_Once, const="", help="--model's value."
+            "model",
+            nargs="*" if takes_question else "?",
+            default=argparse.SUPPRESS,
+            action=_ModelAndQuestion if takes_question else _Once,
+            const="",
+            help="--model's value.",
         )
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
     for name, field in Settings.model_fields.items():

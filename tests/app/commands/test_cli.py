@@ -226,6 +226,6 @@ def test_chat_with_nobody_there_says_whom_it_asked(taken_port: int) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         free_port = listener.getsockname()[1]
-    done = run("chat", "--url", f"http://127.0.0.1:{free_port}")
+    done = run("chat", "--url", f"http://127.0.0.1:{free_port}", "Is this a question?")
     assert done.returncode == 1
     assert f"No answer from http://127.0.0.1:{free_port}" in done.stderr

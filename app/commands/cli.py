@@ -194,7 +194,10 @@ COMMANDS: dict[str, Command | CommandGroup] = {
     "simulate": Command.at(
         "app.simulate.command",
         "Predict a server's figures under a load, without running it.",
-        in_help=(*OF_THE_ENGINE, "max_queued_requests", "max_queued_tokens", "max_queue_time", "default_timeout"),
+        in_help=(
+            *(*OF_THE_ENGINE, "max_queued_requests", "max_queued_tokens", "max_queue_time", "default_timeout"),
+            *("models", "memory"),
+        ),
     ),
     "bench": CommandGroup(
         "Measure a server, or the model without a server.",

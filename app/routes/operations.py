@@ -46,6 +46,8 @@ async def server_info(server: ModelServer, request: RequestScope) -> None:
     info = {
         "version": VERSION,
         **describe(model.engine_info, server.settings),
+        "memory": server.need,
+        "load_seconds": server.load_seconds,
         "computes": model.engine_info.facts.compute_form,
         "vocab_size": model.engine_info.vocab_size,
         "is_batch_invariant": model.engine_info.facts.is_batch_invariant,

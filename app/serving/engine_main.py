@@ -5,6 +5,7 @@ The server sends it the settings, without secrets; the process reads none by its
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from app.config.settings import Settings
@@ -17,11 +18,12 @@ from engine.transport.wire import Report
 
 def build(setup: dict[str, Any], report: Report) -> EngineCore:
     """Load the model, which the server has opened already."""
+    started = time.monotonic()
     settings = Settings(**setup["settings"])
     configure_logging(settings)
     if setup["index"] is not None:
         bind(engine=setup["index"])
-    return core_factory(settings, open_files(settings, report), setup["kv_cache_share"])()
+    return core_factory(settings, open_files(settings, report), setup["kv_cache_share"], started=started)()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -322,11 +323,13 @@ def core_factory(
     grammars: GrammarCompiler | None = None,
     *,
     measures_anew: bool = False,
+    started: float | None = None,
 ) -> Callable[[], EngineCore]:
     """Return a function that loads the model and makes the engine's core. Call it on the thread that will run the core.
 
-    With `measures_anew` the core ignores the kept step costs.
+    With `measures_anew` the core ignores the kept step costs. `started`: when the load began; None: now.
     """
+    begun = started or time.monotonic()
 
     def make_core() -> EngineCore:
         executor = make_executor(settings, files, kv_cache_share)
@@ -334,6 +337,8 @@ def core_factory(
         config = engine_config(settings, executor, eos_token_ids=end_token_ids(files))
         description = describe(executor, settings)
         description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all engines have as many
+        description["memory"] = expected_memory(settings, files)
+        description["load_seconds"] = time.monotonic() - begun
         file = StepCostFile.of(settings, files, executor.machine, description)
         return EngineCore(
             config,

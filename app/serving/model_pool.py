@@ -59,6 +59,11 @@ class Asked(msgspec.Struct):
 _ASKED = msgspec.json.Decoder(Asked)
 
 
+def memory_limit(settings: Settings) -> int:
+    """Return the bytes that several models may take together."""
+    return settings.memory or int(MEMORY_SHARE * total_memory())
+
+
 class ModelPool:
     """All models of one server. `on_fatal` is called when the only model, or a pinned one at the start, could not be
     loaded, and when the only engine has died; it must end the process."""
@@ -71,7 +76,7 @@ class ModelPool:
         self._spare: SpareEngine | None = None
         self.asleep: set[ModelServer] = set()  # models that /sleep has unloaded
         self._read_at = time.monotonic()
-        self.policy: ModelPolicy[ModelServer] = ModelPolicy(self.settings.memory or int(MEMORY_SHARE * total_memory()))
+        self.policy: ModelPolicy[ModelServer] = ModelPolicy(memory_limit(self.settings))
         if self.settings.has_several_models:
             self._take(settings_of_models(self.settings))
             server.metrics.show(

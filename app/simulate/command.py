@@ -13,10 +13,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ByteSize
+
 from app.config.settings import Settings, SettingsError
+from app.config.several import settings_of_models
 from app.serving.step_cost_file import difference, latest
 from app.simulate.driver import Outcome, Recording, simulate
 from app.simulate.machine import FIXED, read_machine, with_settings
+from app.simulate.several import ModelFacts, draw_models, read_models, simulate_models
 from app.workload.datasets import WorkloadRequest, add_workload_flags, read_trace, scaled, workload
 from app.workload.rendering import page, print_result
 from app.workload.report import METRICS, output_file, parse_goodput, per_request
@@ -34,10 +38,15 @@ SHOWN = {  # columns of a sweep's table: title and key of the result
     "cached": "total_cached_tokens",
     "refused": "refused",
 }
+OF_SEVERAL = {  # further columns, with several models
+    "loads": "loads",
+    "load wait p50 ms": "p50_load_wait_ms",
+    "load wait p99 ms": "p99_load_wait_ms",
+}
 OBEYED = (  # settings that a simulation reads, besides those that its table was measured with
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "enable_prefix_caching", "max_model_len"),
     *("pipeline_depth", "max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout"),
-    *("default_ttft_timeout", "data_parallel_size", "seed"),
+    *("default_ttft_timeout", "data_parallel_size", "seed", "memory", "pinned", "idle_unload"),
 )
 MAX_REPLICAS = 1024
 ROUTES = ("prefix", "load", "round-robin", "random")
@@ -52,11 +61,15 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
     add("--replicas", type=int, metavar="N", help="Engines that share the load. Default: the server's.")
     add("--route", choices=ROUTES, default="prefix", help="How they share it. Default: prefix, as the server does.")
+    add("--load-seconds", type=float, default=0.0, metavar="S",
+        help="Of several models: seconds to load one. Default: as measured, or 1.")  # fmt: skip
     add_workload_flags(parser)
     parser.set_defaults(num_prompts=None)  # 1,000, or all of a trace
     add = parser.add_argument_group("load").add_argument
     add("--trace", type=Path, metavar="FILE", help="A recorded load instead of a workload: see docs/simulator.md.")
     add("--max-concurrency", type=int, metavar="N", help="Requests at a time. Default: no limit.")
+    add("--model-skew", type=float, default=0.0, metavar="S",
+        help="Of several models, the n-th gets requests by 1 / n ** S (1: Zipf). Default: 0, all alike.")  # fmt: skip
     add = parser.add_argument_group("what if").add_argument
     add("--sweep", action="append", default=[], metavar="NAME=V,V",
         help="One run for each value of a setting, num_blocks, max_concurrency or a flag of the workload; several "
@@ -87,16 +100,31 @@ class Case:
             _check_beside_trace(self.options)
         elif self.options.num_prompts is None:
             self.options.num_prompts = _workload_defaults()["num_prompts"]
-        self.machine, self.settings = read_machine(options.table, settings, self.options.num_blocks)
         for name, most in (("num_blocks", 2**31), ("max_concurrency", 2**31), ("replicas", MAX_REPLICAS)):
             if (value := getattr(self.options, name)) is not None and not 1 <= value <= most:
                 raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {most}")
         if self.options.route not in ROUTES:  # by a sweep
             raise SettingsError(f"--route: got {self.options.route}; allowed: {', '.join(ROUTES)}")
+        swept = {name: text for name, text in (changes or {}).items() if name not in own}
+        self.models: list[ModelFacts] = []
+        if settings.has_several_models:
+            self._read_models(with_settings(settings, swept))
+            return
+        self.machine, self.settings = read_machine(options.tables[0], settings, self.options.num_blocks)
         size = self.options.replicas or self.settings.data_parallel_size
         self.outages = [_outage(text, size) for text in options.outage]
-        swept = {name: text for name, text in (changes or {}).items() if name not in own}
         self.settings = with_settings(self.settings, swept)
+
+    def _read_models(self, settings: Settings) -> None:
+        options = self.options
+        for name, usual in (("replicas", None), ("route", "prefix"), ("outage", [])):
+            if getattr(options, name) != usual:
+                raise SettingsError(f"--{name}: each of several models has one engine. Leave it out, or give one model")
+        for name in ("model_skew", "load_seconds"):
+            if not 0 <= (value := getattr(options, name)) < math.inf:
+                raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: at least 0")
+        self.settings = settings
+        self.models = read_models(settings, options.tables, options.num_blocks, options.load_seconds)
 
     def _set(self, name: str, text: str) -> None:
         known = [each for each in vars(self.options) if each not in _NOT_SWEPT]
@@ -122,6 +150,10 @@ class Case:
 
     def run(self, requests: Sequence[WorkloadRequest], watch: Any = None) -> Outcome:
         """Simulate these requests and return the outcome."""
+        if self.models:
+            owners = draw_models(requests, len(self.models), self.options.model_skew, self.settings.seed)
+            most = self.options.max_concurrency
+            return simulate_models(requests, owners, self.models, self.settings, max_concurrency=most, watch=watch)
         flags = {name: getattr(self.options, name) for name in ("max_concurrency", "replicas", "route")}
         return simulate(requests, self.machine, self.settings, outages=self.outages, watch=watch, **flags)
 
@@ -148,7 +180,7 @@ def _check_beside_trace(options: Namespace) -> None:
 
 
 _NOT_SWEPT = (
-    *("table", "trace", "sweep", "outage", "find", "slo", "goodput", "json", "html", "record"),
+    *("table", "tables", "trace", "sweep", "outage", "find", "slo", "goodput", "json", "html", "record"),
     *("dataset_path", "dataset_name"),
 )
 
@@ -156,8 +188,8 @@ _NOT_SWEPT = (
 def run(settings: Settings, **given: Any) -> int:
     """Return exit code 0, or 1 if no request succeeded. Raises SettingsError."""
     options = Namespace(**given)
-    if options.table is None:
-        options.table = _latest_table(settings)
+    models = settings_of_models(settings) if settings.has_several_models else [settings]
+    options.tables = [options.table or _latest_table(each) for each in models]
     if (options.find is None) != (options.slo is None):
         raise SettingsError("--find and --slo go together. What works: --find rate --slo ttft_p99=0.5,itl_p99=0.05")
     several = "--find" if options.find is not None else "--sweep" if options.sweep else None
@@ -184,6 +216,8 @@ def run(settings: Settings, **given: Any) -> int:
         f"{100 * result['slot_utilization']:.0f} % of the slots and {100 * result['device_utilization']:.0f} % of the "
         "time in use"
     )
+    if case.models:
+        _print_models(result)
     if (imbalance := result.get("uncached_tokens_max_by_mean")) is not None:
         hits = result["total_cached_tokens"] / max(result["total_input_tokens"], 1)
         print(
@@ -199,7 +233,8 @@ def run(settings: Settings, **given: Any) -> int:
 
 
 def _latest_table(settings: Settings) -> Path:
-    if (path := latest(settings)) is None:
+    path = latest(settings) or latest(settings.model_copy(update={"served_model_name": ()}))
+    if path is None:
         raise SettingsError(
             f"--table: there are no measured step costs of {settings.model_names[0]} on this machine. Start `headrace "
             "serve` once, or give a file with a server's answer to GET /server_info"
@@ -211,11 +246,26 @@ def _latest_table(settings: Settings) -> Path:
     return path
 
 
+def _print_models(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    waits = [f"load wait {name} ms" for name in ("p50", "p99")]
+    table = Table("model", "requests", "loads", "waited", *waits, "refused", box=None, padding=(0, 2))
+    for name, each in result["models"].items():
+        counts = [each[key] for key in ("requests", "loads", "waited_for_load")]
+        times = (f"{each[f'{name}_load_wait_ms']:,.0f}" for name in ("p50", "p99"))
+        table.add_row(name, *map(str, counts), *times, str(each["refused"]))
+    Console(width=max(Console().width, 100)).print(table)
+    most, limit = (ByteSize(result[name]).human_readable() for name in ("most_memory_used", "memory_limit"))
+    print(f"Memory: at most {most} of {limit}")
+
+
 def _conditions(case: Case, num_requests: int) -> dict[str, Any]:
     rate = case.options.request_rate
     return {
         "label": "simulated",
-        "model_id": case.settings.model_names[0],
+        "model_id": f"{len(case.models)} models" if case.models else case.settings.model_names[0],
         "backend": "simulate",
         "request_rate": rate if rate < math.inf else "inf",
         "burstiness": case.options.burstiness,
@@ -255,16 +305,17 @@ def _sweep(settings: Settings, options: Namespace) -> int:
     sweeps = parse_sweeps(options.sweep)
     cases = [Case(settings, options, changes) for changes in sweeps]  # checks all before the first run
     results = []
-    table = Table(*sweeps[0], *SHOWN, box=None, padding=(0, 2), header_style="bold")
+    shown = SHOWN | (OF_SEVERAL if settings.has_several_models else {})
+    table = Table(*sweeps[0], *shown, box=None, padding=(0, 2), header_style="bold")
     for changes, case in zip(sweeps, cases, strict=True):
         requests = case.requests()
         result = _conditions(case, len(requests)) | case.run(requests).result()
         results.append({"changes": changes, **result})
-        figures = [result[key] for key in SHOWN.values()]
+        figures = [result[key] for key in shown.values()]
         table.add_row(
             *changes.values(), *(f"{each:,.2f}" if isinstance(each, float) else f"{each:,}" for each in figures)
         )
-    Console(width=max(Console().width, 20 * len(sweeps[0]) + 120)).print(table)
+    Console(width=max(Console().width, 20 * len(sweeps[0]) + 14 * len(shown))).print(table)
     if options.json is not None:
         options.json.write_text(json.dumps({"sweep": results}), encoding="utf-8")
     return 0

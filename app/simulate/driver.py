@@ -29,7 +29,7 @@ from engine.messages import EngineCoreRequest
 from engine.routing.router import Route
 from engine.simulation.counting import CountingExecutor, VirtualClock
 from engine.simulation.engines import Engines
-from engine.simulation.simulation import Outage, SimulatedRequest, Simulation
+from engine.simulation.simulation import Door, Outage, SimulatedRequest, Simulation
 from protocol.errors import ApiError
 
 BLOCK_SIZE = 16
@@ -71,7 +71,7 @@ class Session:
         self.load = OpenLoad(lambda: self.parameters, self._longest, parameters.seed)
         settings = Settings().model_copy(update={"max_num_seqs": parameters.max_num_seqs})
         door = (lambda clock: AdmissionDoor(settings, clock)) if parameters.admission else None
-        self.simulation = Simulation(Engines(self._make_core), self.load, door, keep=KEPT, keep_tokens=KEPT_TOKENS)
+        self.simulation = Simulation(Engines([self._make_core]), self.load, door, keep=KEPT, keep_tokens=KEPT_TOKENS)
         self._begin_account()
 
     def _make_core(self, clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
@@ -202,7 +202,7 @@ def simulate(
         return core, executor
 
     try:
-        engines = Engines(make_core, size, leaps=watch is None, route=route)
+        engines = Engines([make_core] * size, leaps=watch is None, route=route)
     except ValueError as error:  # the longest request would not fit
         raise SettingsError(f"--num-blocks: {error}") from None
     simulation = Simulation(
@@ -213,6 +213,17 @@ def simulate(
         outbound=machine.outbound,
         outages=outages,
     )
+    outcome = run_whole(simulation, load, settings.max_num_seqs * size, watch)
+    if size > 1:
+        outcome.figures["uncached_tokens_max_by_mean"] = engines.imbalance
+        outcome.figures["num_placed_again"] = simulation.num_placed_again
+    return outcome
+
+
+def run_whole(
+    simulation: Simulation, load: WorkloadLoad, num_slots: int, watch: Callable[[Simulation], None] | None
+) -> Outcome:
+    """Run a simulation to its end. `num_slots`: `max_num_seqs` of all engines together."""
     began = time.perf_counter()
     with no_collection():  # a simulation keeps its objects to its end
         while simulation.advance(max_steps=None if watch is None else STEPS_AT_ONCE):
@@ -221,8 +232,8 @@ def simulate(
     if watch is not None:
         watch(simulation)
     host_seconds = max(time.perf_counter() - began, 1e-9)
-    executors = [replica.executor for replica in engines.replicas]
-    slot_seconds = max(simulation.now * settings.max_num_seqs * len(executors), 1e-9)
+    executors = [replica.executor for replica in simulation.engines.replicas]
+    slot_seconds = max(simulation.now * num_slots, 1e-9)
     device_seconds = max(simulation.now * len(executors), 1e-9)
     figures = {
         "simulated_seconds": simulation.now,
@@ -234,9 +245,6 @@ def simulate(
         "slot_utilization": sum(executor.row_seconds for executor in executors) / slot_seconds,
         "device_utilization": sum(executor.busy_seconds for executor in executors) / device_seconds,
     }
-    if size > 1:
-        figures["uncached_tokens_max_by_mean"] = engines.imbalance
-        figures["num_placed_again"] = simulation.num_placed_again
     return Outcome(load.records, list(simulation.ended), figures)
 
 
@@ -244,8 +252,8 @@ def simulate(
 # The server's admission on the virtual clock.
 
 
-class AdmissionDoor:
-    """An `engine.simulation.simulation.Door` that admits a request if the server would."""
+class AdmissionDoor(Door):
+    """Admits a request if the server would."""
 
     def __init__(
         self,

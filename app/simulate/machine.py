@@ -39,6 +39,8 @@ class Machine:
     max_model_len: int = 2**15
     pipeline_depth: int = 1
     facts: ModelFacts = field(default_factory=ModelFacts)
+    memory: int | None = None  # bytes of weights, KV cache and engine
+    load_seconds: float | None = None
 
     def inbound(self, num_tokens: int) -> float:
         """Return the seconds from sending a prompt to its arrival at the engine."""
@@ -78,6 +80,10 @@ class Machine:
         }
         if wrong := [name for name, value in given.items() if not (value is None or _is_count(value))]:
             raise ValueError(f"{wrong[0]}: got {given[wrong[0]]!r}; allowed: a whole number, at least 1")
+        for name in ("memory", "load_seconds"):
+            given[name] = value = info.get(name)
+            if not (value is None or (isinstance(value, int | float) and 0 <= value < 2**60)):
+                raise ValueError(f"{name}: got {value!r}; allowed: a number, at least 0")
         table = StepCostTable.from_json(json.dumps(info["step_cost"]).encode())
         windows = kv_cache.get("kv_windows") or [None]
         if not isinstance(windows, list) or not all(each is None or _is_count(each) for each in windows):

@@ -166,6 +166,7 @@ NAMES = {
     "tpot": "Time per output token",
     "itl": "Inter-token latency",
     "e2el": "End-to-end latency",
+    "load_wait": "Wait for the model to load",
 }
 OF_THE_CLIENT = {
     "ttft_overhead": "Client minus server: TTFT",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.commands import AddRequests, Command, FinishRequests, PublishKVEvents, ResetPrefixCache
@@ -71,18 +71,30 @@ class Engines:
     that are due, and `begin` begins the next ones."""
 
     def __init__(
-        self, make_core: MakeCore, size: int = 1, now: float = 0.0, *, leaps: bool = False, route: Route = "prefix"
+        self,
+        make_cores: Sequence[MakeCore],
+        now: float = 0.0,
+        *,
+        leaps: bool = False,
+        route: Route = "prefix",
+        owner: Callable[[EngineCoreRequest], int] | None = None,
     ) -> None:
-        """Make `size` engines. With `leaps`, a single engine makes several steps at once if no event can come between
-        them: same results, in a fraction of the time. Its core must not learn step costs."""
+        """Make an engine of each. With `leaps`, a single engine makes several steps at once if no event can come
+        between them: same results, in a fraction of the time. Its core must not learn step costs. `owner` returns the
+        index of a request's engine, where no router chooses it."""
         self.now = now
         self.num_steps = 0  # steps begun
-        clocks = [VirtualClock(now) for _ in range(size)]
-        self.replicas = [SimulatedEngine(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
+        size, clocks = len(make_cores), [VirtualClock(now) for _ in make_cores]
+        self.replicas = [
+            SimulatedEngine(index, *make_core(clock), clock)
+            for index, (make_core, clock) in enumerate(zip(make_cores, clocks, strict=True))
+        ]
         for replica in self.replicas:
             replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
         core = self.replicas[0].core
-        self._router = Router(size, core.config.max_num_seqs, route=route, key=b"simulated") if size > 1 else None
+        self._owner = owner
+        has_router = size > 1 and owner is None
+        self._router = Router(size, core.config.max_num_seqs, route=route, key=b"simulated") if has_router else None
         self._imbalances: list[float] = []  # the maximum of the engines' uncached tokens / their mean, at each arrival
         if self._router is not None:
             self._router.describe(core.executor.block_size, core.config.facts.kv_windows)
@@ -100,13 +112,18 @@ class Engines:
         return self._ends[0][0] if self._ends else math.inf
 
     @property
+    def num_busy(self) -> int:
+        """The number of engines that have work."""
+        return sum(bool(each.inbox) or each.core.has_work for each in self.replicas)
+
+    @property
     def num_living(self) -> int:
         """The number of requests that have not ended."""
         return len(self._owners)
 
     def add(self, request: EngineCoreRequest) -> None:
         command = AddRequests.of([request])
-        index = 0
+        index = 0 if self._owner is None else self._owner(request)
         if self._router is not None:
             index = self._router.choose(
                 [request.request_id],
@@ -159,6 +176,10 @@ class Engines:
                     heapq.heappush(self._ends, (replica.clock.now, index))
                     self.num_steps += len(replica.executor.ends)
         self._ready.clear()
+
+    def reset(self, index: int) -> None:
+        """Empty the cache of an engine without requests."""
+        self.replicas[index].core.carry_out(ResetPrefixCache())
 
     def lose(self, lost: Collection[int]) -> list[tuple[EngineCoreRequest, bool]]:
         """End some of several engines with their requests and caches. Returns these requests, and which had begun."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -70,12 +70,21 @@ class Place(Protocol):
     def leave(self, num_tokens: int) -> None: ...
 
 
-class Door(Protocol):
+class Door:
     """The admission of requests, on the simulation's clock."""
 
-    def enter(self, request: EngineCoreRequest) -> Place | str:
-        """Return a queue slot for the request, or the reason why it is refused."""
-        ...
+    @property
+    def due(self) -> float:
+        """The time at which it must `look` without a cause; infinity if there is none."""
+        return math.inf
+
+    def enter(self, request: EngineCoreRequest) -> Place | str | None:
+        """Return a queue slot for the request, or the reason why it is refused; None if `look` returns it later."""
+        raise NotImplementedError
+
+    def look(self, now: float) -> Iterable[tuple[EngineCoreRequest, Place | str]]:
+        """Return the requests that have waited until now. Called after the events of each moment."""
+        return ()
 
 
 class Simulation:
@@ -132,7 +141,10 @@ class Simulation:
     def due(self) -> float:
         """The time of the next event; infinity if there is none."""
         due = min(self._next_request, self.engines.due)
-        return min(due, self._changes[0][0]) if self._changes and due < math.inf else due
+        if due == math.inf and not self.open:
+            return due
+        due = min(due, self._changes[0][0]) if self._changes else due
+        return due if self._door is None else min(due, self._door.due)
 
     @property
     def _next_request(self) -> float:
@@ -186,6 +198,9 @@ class Simulation:
             self._send(self.load.take())
         while self._under_way and self._under_way[0][0] <= now:
             self._arrive(heapq.heappop(self._under_way)[2])
+        if self._door is not None:
+            for request, place in self._door.look(now):
+                self._place(request, place)
         self.engines.begin(self._next_request)
 
     def _lose(self, engines: range) -> None:
@@ -212,15 +227,19 @@ class Simulation:
         heapq.heappush(self._under_way, (record.arrival_time, record.number, request))
 
     def _arrive(self, request: EngineCoreRequest) -> None:
-        if self._door is not None:
-            place = self._door.enter(request)
-            if isinstance(place, str):
-                record = self.open[request.request_id]
-                self.num_refused += 1
-                record.error, record.is_refused = place, True
-                self._end(record, self.now + self._outbound)
-                return
-            self._places[request.request_id] = place
+        if self._door is None:
+            self.engines.add(request)
+        elif (place := self._door.enter(request)) is not None:
+            self._place(request, place)
+
+    def _place(self, request: EngineCoreRequest, place: Place | str) -> None:
+        if isinstance(place, str):
+            record = self.open[request.request_id]
+            self.num_refused += 1
+            record.error, record.is_refused = place, True
+            self._end(record, self.now + self._outbound)
+            return
+        self._places[request.request_id] = place
         self.engines.add(request)
 
     def _receive(self, output: EngineCoreOutput, now: float, ends: list[float]) -> None:

@@ -6,15 +6,20 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tests.support.harness import Server
+from gpu.checkpoint.hf_config import config_from_hf
+from gpu.checkpoint.tensors import tensor_shapes
+from tests.support.harness import MODEL, Server
 from tests.support.serve_command import ServeCommand
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import CONFIG, write_tiny_model
 
 MIB = 2**20
 ADMIN = {"authorization": "Bearer admin-key"}
@@ -215,3 +220,62 @@ def test_one_model_stays_loaded() -> None:
         server.wait_ready()
         name = states(server).popitem()[0]
         assert server.client.post("/models/unload", json={"model": name}, headers=ADMIN).status_code == 409
+
+
+def write_random_checkpoint(directory: Path, seed: int) -> Path:
+    """A model with weights of its own, whose vocabulary is the embedded model's."""
+    write_tiny_model(directory)
+    draw = np.random.default_rng(seed)
+    shapes = tensor_shapes(config_from_hf(CONFIG, source="random"))
+    weights = {name: draw.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def greedy(server: Server, name: str, prompt: object, count: int = 24) -> tuple[str, int]:
+    """The text, and how many tokens of the prompt were cached."""
+    body = {"model": name, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/completions", body).json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.slow
+def test_models_of_other_contents_give_their_own_answers_at_the_same_time(tmp_path: Path) -> None:
+    paths = {name: str(write_random_checkpoint(tmp_path / name, seed)) for seed, name in enumerate(("red", "blue"))}
+    paths["real"] = MODEL
+    tables = json.dumps({name: {"model": path} for name, path in paths.items()})
+    prompts = [f"Question {n}: where is the sea?" for n in range(4)]
+    work = [(name, prompt) for prompt in prompts for name in paths]
+    alone: dict[tuple[str, str], str] = {}
+    for name, path in paths.items():
+        with ServeCommand(model=path, load_format="auto", kv_cache_memory="64MiB", max_model_len="") as server:
+            server.wait_ready()
+            names = server.client.get("/v1/models").json()["data"]
+            alone |= {(name, prompt): greedy(server, names[0]["id"], prompt)[0] for prompt in prompts}
+    assert len(set(alone.values())) > 3 * len(prompts) // 2, "three models say different things"
+    options = {"models": tables, "model": "", "models_dir": "", "load_format": "auto"}
+    with several(tmp_path, **options, dtype="auto") as server, ThreadPoolExecutor(len(work)) as pool:
+        server.wait_ready()
+        texts = pool.map(lambda each: greedy(server, *each)[0], work)
+        assert dict(zip(work, texts, strict=True)) == alone
+        assert set(states(server).values()) == {"loaded"}
+
+
+@pytest.mark.slow
+def test_blocks_on_disk_survive_an_unload(tmp_path: Path) -> None:
+    options = {"models": json.dumps({"real": {"model": MODEL}, "other": {"model": MODEL, "dtype": "float32"}})}
+    options |= {"model": "", "models_dir": "", "load_format": "auto", "kv_cache_dir": str(tmp_path / "kv")}
+    prompt = [n * 997 % 40000 + 100 for n in range(600)]
+    with several(tmp_path, **options, dtype="auto", max_num_batched_tokens=512) as server:
+        server.wait_ready()
+        text, cached = greedy(server, "real", prompt)
+        assert cached == 0
+        server.poll(lambda: len(list((tmp_path / "kv").glob("*/*.kv"))), lambda count: count >= 600 // 32, 0.05)
+        for act, state in (("unload", "unloaded"), ("load", "loaded")):
+            answer = server.client.post(f"/models/{act}", json={"model": "real"}, headers=ADMIN)
+            assert answer.status_code == 200, answer.text
+            assert states(server)["real"] == state
+        again, cached = greedy(server, "real", prompt)
+        assert again == text
+        assert cached >= 512
+        assert greedy(server, "other", prompt)[1] == 0, "another model's blocks"

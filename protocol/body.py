@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
@@ -42,6 +44,9 @@ MAX_FIELDS = 1024
 
 MAX_JSON_WEIGHT = 2**20
 """The largest weight of one body. A value weighs 1 and holds the interpreter's lock for at most 0.07 microseconds."""
+
+MAX_COMPARED = 8
+"""The largest number of unknown fields of one request that are compared with the known ones, which takes time."""
 
 _COMPOUND = 8  # the weight of an object, array or field name in addition to that of a number
 _PIECE = 64 * 1024  # bytes that are counted without releasing the interpreter's lock
@@ -272,7 +277,8 @@ class RequestBody(ClientModel):
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """The names of the fields that the client set and this server does not know, in the client's order."""
+        """The names of the fields that the client set and this server does not know, in the client's order, each with
+        a known name that is like it, if there is one."""
         return self._without_effect
 
     @model_validator(mode="wrap")
@@ -281,8 +287,17 @@ class RequestBody(ClientModel):
         made = handler(data)
         if isinstance(data, dict) and (unknown := data.keys() - cls.model_fields.keys() - cls.labels):
             unknown -= cls.unsupported.keys()  # these were sent with a value that means "off"
-            made._without_effect = tuple(name for name in data if name in unknown and data[name] is not None)
+            names = [name for name in data if name in unknown and data[name] is not None]
+            near = [_with_nearest(cls, name) for name in names[:MAX_COMPARED]]
+            made._without_effect = (*near, *names[MAX_COMPARED:])
         return made
+
+
+@lru_cache(1024)
+def _with_nearest(model: type[RequestBody], name: str) -> str:
+    """Return the name of an unknown field, with the known one that was probably meant."""
+    near = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.75) if len(name) <= 40 else []
+    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 M = TypeVar("M", bound=ClientModel)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -169,6 +170,17 @@ SHORT_FLAGS = {  # as vLLM has them
     "data_parallel_size": ("-dp",),
     "enable_expert_parallel": ("-ep",),
 }
+MOST_USED = (
+    *("model", "host", "port", "api_keys", "max_model_len", "dtype", "quantization", "device"),
+    *("kv_cache_memory", "max_num_seqs", "tensor_parallel_size", "max_queue_time"),
+)
+GROUPS = {  # the title of each group in `--help`, by its first setting in the order of `Settings`
+    "model": "the model",
+    "engine": "the engine",
+    "models": "several models",
+    "host": "the server",
+    "log_level": "logs, metrics and traces",
+}
 OF_THE_ENGINE = tuple(takewhile(lambda name: name != "models", Settings.model_fields))
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
@@ -234,6 +246,13 @@ class _CommandParser(ArgumentParser):
                 _add_settings(self, command.in_help)
         return super().parse_known_args(args, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(value, action.choices, n=1)
+            meant = f"Did you mean `{self.prog} {near[0]}`?" if near else f"`{self.prog} --help` lists the commands."
+            raise SettingsError(f"there is no command {value!r}. {meant}")
+        super()._check_value(action, value)
+
     @property
     def flags(self) -> list[str]:
         """All flags as they are typed."""
@@ -244,6 +263,12 @@ class _Once(argparse.Action):
     """Accept a setting's flag once. Without this, argparse silently keeps the last of two values."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not option_string and values.lower() in ("true", "false"):
+            raise SettingsError(
+                f"{values!r} is no model: flags such as --log-requests and --no-log-requests take no value"
+            )
+        if not option_string and re.fullmatch("[kmgt]i?b", values, re.IGNORECASE):
+            raise SettingsError(f"{values!r} is no model: write a size without a blank, such as 2GiB")
         if hasattr(namespace, self.dest):
             # A misspelled flag leaves its value to be taken for the model.
             both = f": {namespace.model!r} and {values!r}. Is a flag misspelled?" if self.dest == "model" else "."
@@ -312,8 +337,9 @@ def _add_commands(parser: ArgumentParser, commands: Mapping[str, Command | Comma
         if entry.takes_settings:
             model = "[MODEL] " if "model" in entry.in_help else ""
             about["usage"] = f"{parser.prog} {name} {model}[--config FILE] [--SETTING VALUE ...]"
+            examples = f"For example: {parser.prog} serve Qwen/Qwen3-0.6B --port 9000. " * (name == "serve")
             about["epilog"] = (
-                f"Each setting is also an environment variable ({flag_name('max_num_seqs')} is "
+                f"{examples}Each setting is also an environment variable ({flag_name('max_num_seqs')} is "
                 f"{env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the "
                 "environment, the environment over the file."
             )
@@ -330,7 +356,7 @@ def _version() -> str:
 def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
     every = len(in_help) == len(Settings.model_fields)
     others = None if every else "All others work too: see headrace serve --help."
-    settings = parser.add_argument_group("settings", others)
+    settings = parser.add_argument_group("the settings that matter most" if every else "settings", others)
     if "model" in in_help:
         takes_question = parser.get_default("question") is not None
         settings.add_argument(
@@ -342,7 +368,12 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             help="--model's value.",
         )
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
-    for name, field in Settings.model_fields.items():
+    groups, group = dict.fromkeys(MOST_USED, settings), settings
+    for name in Settings.model_fields:
+        group = parser.add_argument_group(GROUPS[name]) if name in GROUPS and every else group
+        groups.setdefault(name, group)
+    for name, group in groups.items():
+        field = Settings.model_fields[name]
         # Values stay text here: pydantic checks them, with the same errors as for the environment and the file.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name, "action": _Once}
         default = "" if field.default in (None, ()) else f" Default: {shown(field.default)}."
@@ -358,7 +389,7 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             options["action"] = _Several
         if name not in in_help:
             options["help"] = argparse.SUPPRESS
-        settings.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
+        group.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
 
 
 if __name__ == "__main__":

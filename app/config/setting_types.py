@@ -54,6 +54,11 @@ def _as_tables(value: object) -> object:
     return value
 
 
+def spelled(**others: str) -> BeforeValidator:
+    """Return a validator that takes vLLM's words, too, each for the value here."""
+    return BeforeValidator(lambda value: others.get(value, value) if isinstance(value, str) else value)
+
+
 Tables = Annotated[dict[str, dict[str, Any]], BeforeValidator(_as_tables)]
 StringList = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 UserPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]

@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from app.config.rules import check_together
-from app.config.setting_types import Keys, StringList, Tables, UserPath, is_secret
+from app.config.setting_types import Keys, StringList, Tables, UserPath, is_secret, spelled
 from engine.errors import HeadraceError
 from protocol.syntax.reasoning import ReasoningParser, ToolParser
 
@@ -76,8 +76,8 @@ class Settings(BaseSettings):
         "Default: headrace in the user's cache folder.",
         examples=["/var/cache/headrace"],
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and activations. auto: chosen by model and device."
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], spelled(half="float16", float="float32")] = (
+        Field("auto", description="Type of weights and activations. auto: chosen by model and device.")
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
@@ -172,7 +172,7 @@ class Settings(BaseSettings):
         ge=MIB,
         examples=["2GiB"],
     )
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "int8"], spelled(fp8_e4m3="fp8")] = Field(
         "auto",
         description="Type of keys and values in the KV cache. auto: as activations. fp8 (E4M3, on CUDA devices "
         "since Ada and Hopper) and int8 (on CPUs): 8 bits, for about twice the tokens in the same memory.",

@@ -181,8 +181,52 @@ def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
     return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
 
 
-# vLLM's settings with another name in Headrace, and those that Headrace lacks ("") although a similar name exists.
+# vLLM's settings: the name in Headrace, or, with blanks, what to do instead. Those without either ("") are no mistyped
+# names of others.
 _OF_VLLM = {
+    "enforce_eager": "Leave it out: on CUDA, graphs of decode steps cannot be turned off.",
+    **dict.fromkeys(
+        ("compilation_config", "max_seq_len_to_capture", "cuda_graph_sizes", "max_capture_size"),
+        "Leave it out: on CUDA the graphs follow max_num_seqs.",
+    ),
+    "enable_chunked_prefill": "Leave it out: prefill is always chunked. max_num_batched_tokens and "
+    "target_inter_token_latency limit the chunks.",
+    "enable_auto_tool_choice": "Leave it out: tools need no setting. tool_parser names the syntax of unusual models.",
+    "enable_reasoning": "Leave it out: reasoning needs no setting. reasoning_parser names its tags.",
+    "trust_remote_code": "Leave it out: Headrace never runs code of a repository.",
+    "disable_log_requests": "What works: --no-log-requests, or log_requests = false.",
+    "enable_log_requests": "Leave it out: requests are logged, without their text.",
+    "disable_log_stats": "Leave it out: the log has no figures; they are at /metrics.",
+    "revision": "Write it behind the model: org/name@REVISION.",
+    "hf_token": "What works: the environment variable HF_TOKEN.",
+    "root_path": "Leave it out: routes are served at / and at /v1. A proxy may cut off a prefix.",
+    "enable_ssl_refresh": "Leave it out: at SIGHUP the certificate is read again.",
+    **dict.fromkeys(
+        ("tokenizer", "tokenizer_mode", "skip_tokenizer_init"),
+        "Leave it out: the model's own tokenizer is used, from tokenizer.json or the GGUF file.",
+    ),
+    **dict.fromkeys(
+        ("runner", "task", "convert"), "Leave it out: the model's files say whether it generates, embeds or scores."
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "lora_modules", "max_loras", "max_lora_rank"),
+        "Adapters (LoRA) are not served. What works: a model into which the adapter was merged.",
+    ),
+    **dict.fromkeys(
+        ("speculative_config", "speculative_model", "num_speculative_tokens"), "Speculative decoding is not supported."
+    ),
+    **dict.fromkeys(
+        ("guided_decoding_backend", "structured_outputs_config"), "Leave it out: there is one engine of grammars."
+    ),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_theta", "hf_overrides"), "What works: the changed value in the model's config.json."
+    ),
+    "cpu_offload_gb": "Weights are not offloaded. What works: a smaller quantization, or more devices.",
+    "scheduling_policy": "Leave it out: requests with a lower priority field run first.",
+    "max_logprobs": "Leave it out: a request gets at most 20 per token, or all with -1.",
+    "distributed_executor_backend": "executor",
+    "num_gpu_blocks_override": "kv_cache_memory",
+    "async_scheduling": "pipeline_depth",
     "download_dir": "cache_dir",
     "uvicorn_log_level": "log_level",
     "otlp_traces_endpoint": "otlp_endpoint",
@@ -193,12 +237,8 @@ _OF_VLLM = {
     "default_chat_template_kwargs": "template_kwargs",
     "shutdown_timeout": "drain_timeout",
     "generation_config": "sampling_defaults",
-    **dict.fromkeys(("enforce_eager", "runner", "headless", "enable_ssl_refresh"), ""),
-    **dict.fromkeys(("tokenizer", "response_role", "tool_server", "logits_processors"), ""),
-    **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format"), ""),
-    **dict.fromkeys(
-        ("scheduling_policy", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""
-    ),
+    **dict.fromkeys(("headless", "response_role", "tool_server", "logits_processors", "worker_cls"), ""),
+    **dict.fromkeys(("config_format", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""),
     # of version 0.1:
     **dict.fromkeys(("trace_names", "trace_sample_ratio", "response_store_age", "routes_without_v1"), ""),
     "response_store_size": "response_store_bytes",
@@ -207,8 +247,8 @@ _OF_VLLM = {
 
 def _meant(name: str, known: Iterable[str]) -> str:
     by_field = {_field_name(each): each for each in known}
-    if (of_vllm := _OF_VLLM.get(_field_name(name))) is not None:
-        return f"Did you mean {by_field[of_vllm]}?" if of_vllm in by_field else ""
+    if (of_vllm := _OF_VLLM.get(_field_name(name).removeprefix("no_"))) is not None:
+        return f"Did you mean {by_field[of_vllm]}?" if of_vllm in by_field else of_vllm if " " in of_vllm else ""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"Did you mean {nearest[0]}?" if nearest else ""
 
@@ -227,4 +267,5 @@ def _explain(problem: Any, given: Mapping[str, Given]) -> str:
     entry = given[name]
     value = "a value that is not shown" if is_secret(field) or has_password(entry.value) else repr(entry.value)
     example = working_value(field)
-    return f"{entry.where}: got {value}; allowed: {allowed_values(field)}. A value that works: {example}"
+    hint = ". Quantized files need none" if name == "quantization" else ""
+    return f"{entry.where}: got {value}; allowed: {allowed_values(field)}. A value that works: {example}{hint}"

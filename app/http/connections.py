@@ -24,6 +24,7 @@ closed for a new one. The guard promises, on every event loop:
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import resource
 import time
@@ -35,7 +36,10 @@ from typing import Protocol
 import anyio
 
 from app.config.settings import Settings, SettingsError
+from app.http.record import Seldom
 from protocol.errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 ENOUGH_FILES = 2**14  # the limit of open files is raised to this, if that is allowed
 USUAL_CONNECTIONS = 2**13  # the largest default of `max_connections`
@@ -299,3 +303,17 @@ def _group(address: str | None) -> str | None:
     except ValueError:
         return address
     return str(host.ipv4_mapped or ipaddress.IPv6Network((int(host), 64), strict=False))
+
+
+_other_scheme = Seldom()
+
+
+def log_other_scheme(error: Exception | None = None, first_bytes: bytes = b"") -> None:
+    """Log, now and then, that a client spoke HTTPS to a port of HTTP, or the other way round."""
+    words = "HTTPS, and this port is HTTP. What works: http:// in its URL, or a server with ssl_certfile"
+    if getattr(error, "reason", "") == "HTTP_REQUEST":
+        words = "HTTP, and this port is HTTPS. What works: https:// in its URL"
+    elif not first_bytes.startswith(b"\x16\x03"):  # a handshake of TLS
+        return
+    if _other_scheme.left_out() is not None:
+        logger.warning("A client spoke %s", words)

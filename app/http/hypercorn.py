@@ -63,7 +63,7 @@ from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from hypercorn.utils import ShutdownError
 
-from app.http.connections import ConnectionGuard
+from app.http.connections import ConnectionGuard, log_other_scheme
 from app.http.listening import serve_listeners, start_server
 from protocol.errors import ApiError
 
@@ -236,7 +236,8 @@ class ServerConnection:
             return True
         try:
             await handshake
-        except Exception:  # of any kind: a client may send anything instead
+        except Exception as error:  # of any kind: a client may send anything instead
+            log_other_scheme(error)
             self._transport.abort()
             self.writer._transport = self._transport  # asyncio leaves None, at which the writer's end would complain
             return False
@@ -550,6 +551,7 @@ class _Http1(H11Protocol):
         await super().stream_send(event)
 
     async def _send_error_response(self, status_code: int) -> None:
+        log_other_scheme(first_bytes=self.connection.trailing_data[0])
         messages = {
             431: "The head of the request is larger than this server takes; send fewer or shorter headers.",
             505: "This server does not speak HTTP/2. Use HTTP/1.1, or a proxy in front that speaks HTTP/2.",

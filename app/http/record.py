@@ -1,7 +1,9 @@
-"""The record of a request: its phases, figures and transcript."""
+"""The record of a request: its phases, figures and transcript; and a limit on lines of a log."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,3 +111,20 @@ def _as_json(messages: Iterable[tuple[str, str]]) -> str:
         {"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages
     ]
     return orjson.dumps(parts).decode()
+
+
+class Seldom:
+    """Lets at most `most` log lines of one kind through in `seconds`, and counts the others."""
+
+    def __init__(self, most: int = 1, seconds: float = 10.0) -> None:
+        self._most, self._seconds = most, seconds
+        self._since, self._num = -math.inf, 0
+
+    def left_out(self) -> int | None:
+        """Return None if the line is to be left out, else the number of lines that were left out before it."""
+        before = 0
+        if time.monotonic() - self._since >= self._seconds:
+            before = max(0, self._num - self._most)
+            self._since, self._num = time.monotonic(), 0
+        self._num += 1
+        return before if self._num <= self._most else None

@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from app.http.record import AccessRecord, Seldom
 
 # structlog imports rich, if it is installed, which takes a tenth of the time until the server answers. Its tracebacks
 # are not wanted: they print local variables, which hold prompts.
@@ -26,7 +29,6 @@ else:
     sys.modules["rich"] = _rich
 
 if TYPE_CHECKING:
-    from app.http.record import AccessRecord
     from protocol.errors import ApiError
 
 request_logger = structlog.stdlib.get_logger("headrace.request")
@@ -69,6 +71,7 @@ def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> No
     logging.getLogger("hpack").setLevel(logging.INFO)  # of HTTP/2: it would log every header, keys as well
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # of the hub: it would log every address, signed ones as well
     _adopt(logging.getLogger("hypercorn.error"), handler)
+    _served.clear()
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -132,9 +135,23 @@ def log_request(record: AccessRecord) -> None:
     )
 
 
+def log_ready(seconds: float) -> None:
+    """Log that the models are loaded, after these seconds, with the address if the server listens already."""
+    logging.getLogger(__name__).info("Ready after %.1f s%s", seconds, _served.get("where", ""))
+    _served["ready"] = ""
+
+
+_refusals = Seldom(20)
+
+
 def log_refusal(scope: Mapping[str, Any], error: ApiError) -> None:
-    """Log a request without a valid key, with the address of its client."""
-    client = scope.get("client")
+    """Log a request without a valid key, with the address of its client. Of a flood, some are logged and all counted;
+    no line has a part of a key."""
+    client, left_out = scope.get("client"), _refusals.left_out()
+    if left_out is None:
+        return
+    if left_out:
+        logging.getLogger(__name__).info("%d more requests without a valid key were not logged", left_out)
     request_logger.info(
         _REQUEST,
         method=scope["method"],
@@ -146,6 +163,8 @@ def log_refusal(scope: Mapping[str, Any], error: ApiError) -> None:
 
 
 _REQUEST = "request"
+_RUNNING = re.compile(r"Running on (?:https?://(?=unix:))?(\S+)")  # Hypercorn's line
+_served: dict[str, str] = {}  # "where" the server listens and whether it is "ready", as far as they are known
 _MOST_OF_A_PATH = 200  # characters; any client chooses them
 
 
@@ -186,11 +205,18 @@ def _adopt(logger: logging.Logger, handler: logging.Handler) -> None:
     """Route a logger's records to `handler` only, even if it gets other handlers later.
 
     Hypercorn installs its own handler at its first log line, after the application was loaded, and leaves propagation
-    on, so every line would appear twice. A filter of the logger runs before all its handlers.
+    on, so every line would appear twice. A filter of the logger runs before all its handlers. The line with the address
+    waits until the models are loaded: a wrong model is refused without it.
     """
 
     def route(record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.getLogger().level:
+        record.name = record.name.removesuffix(".error")  # of its log of errors, which has all lines
+        if (running := _RUNNING.match(record.getMessage())) is not None:
+            page = f", with the dashboard at {running[1]}/dashboard" if running[1].startswith("http") else ""
+            _served["where"] = f" at {running[1]}{page}"
+            if "ready" in _served:  # with a shared port, the server listens later
+                logging.getLogger(__name__).info("Listening%s", _served["where"])
+        elif record.levelno >= logging.getLogger().level:
             handler.handle(record)
         return False
 

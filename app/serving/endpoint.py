@@ -69,7 +69,7 @@ async def run_and_account(
 
     async def run() -> None:
         server.enter(request, quiet=quiet)
-        if not quiet:
+        if not quiet and request.method in ("POST", "DELETE"):  # others ask about the server, such as /v1/models
             server.tracer.begin(request, route)
         try:
             await request.run(handler)

@@ -23,6 +23,7 @@ from pydantic import ByteSize
 from app.config.settings import Settings, SettingsError
 from app.config.several import settings_of_models
 from app.http.scope import RequestScope
+from app.observability.logs import log_ready
 from app.serving.model_policy import Changes, ModelPolicy, ModelState, Waiter
 from app.serving.model_server import ModelHandler, ModelServer, ServedModel, import_engine
 from app.serving.server import Server, ServerPhase
@@ -382,7 +383,7 @@ class ModelPool:
     def _is_serving(self) -> None:
         self.server.phase = ServerPhase.READY
         self.server.loaded.set()
-        logger.info("Ready after %.1f s", time.monotonic() - self.server.started)
+        log_ready(time.monotonic() - self.server.started)
 
     async def _load_pinned(self) -> None:
         for model in self.models:

@@ -208,9 +208,7 @@ class ModelServer(PooledModel):
             return error
         if isinstance(error, ChatTemplateError) and self.settings.chat_template is not None:
             return SettingsError(f"chat_template: got {str(self.settings.chat_template)!r}. {error}")
-        model, works = self.settings.model, Settings.model_fields["model"].default
-        advice = "" if model == works or works in str(error) else f" A value that works: {works}"
-        explained = SettingsError(f"model: got {model!r}, which cannot be served. {error}{advice}")
+        explained = SettingsError(f"model: got {self.settings.model!r}, which cannot be served. {error}")
         explained.__cause__ = error.__cause__
         return explained
 

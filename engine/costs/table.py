@@ -200,7 +200,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def summary(self) -> str:
         """The costs of the smallest and the largest steps, for a log line."""
         decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
-        parts = [f"{size} decoding: {decode.at(size) * 1e3:.3g} ms" for size in (decode.sizes[0], decode.sizes[-1])]
+        parts = [f"{size} decoding: {decode.at(size) * 1e3:,.1f} ms" for size in (decode.sizes[0], decode.sizes[-1])]
         size = prefill.sizes[-1]
         known = f"{size} prefill tokens: {prefill.at(size) * 1e3:,.1f} ms"
         parts.append(known if prefill.is_known else "prefill: not measured yet")

@@ -227,8 +227,8 @@ class _Header:
             if offset % alignment != 0 or start + offset + nbytes > self._size:
                 self._fail(
                     f"tensor {shown(name)} would end at byte {start + offset + nbytes:,} of a file of "
-                    f"{self._size:,} bytes, or begins at no multiple of {alignment}; "
-                    f"the download may be incomplete"
+                    f"{self._size:,} bytes, or begins at no multiple of {alignment}, so the file is incomplete or "
+                    "damaged; download it again"
                 )
             tensors[name] = GGUFTensor(name, shape, tensor_type, start + offset, nbytes)
         self._check_overlaps(list(tensors.values()))
@@ -298,13 +298,13 @@ class _Header:
         # The only hot loop: a vocabulary and its merges are some 100,000 to 400,000 strings.
         buffer, position, end = self._buffer, self._position, self._end
         if count * 8 > end - position:
-            self._fail(f"it ends before the {count:,} strings at byte {position:,}; the download may be incomplete")
+            self._cut_short(f"ends before the {count:,} strings at byte {position:,}")
         length_at = struct.Struct("<Q").unpack_from
         strings = []
         for _ in range(count):
             start = position + 8
             if start > end or (position := start + length_at(buffer, start - 8)[0]) > end:
-                self._fail(f"a string at byte {start - 8:,} runs past its end")
+                self._cut_short(f"has a string at byte {start - 8:,} that runs past its end")
             try:
                 strings.append(buffer[start:position].decode())
             except UnicodeDecodeError:
@@ -316,13 +316,14 @@ class _Header:
         """Advance by `size` bytes and return the position before."""
         start = self._position
         if start + size > self._end:
-            self._fail(
-                f"it ends at byte {self._end:,}, inside its header"
-                if self._end == self._size
-                else f"its header is longer than the {_MAX_HEADER:,} bytes that are allowed"
-            )
+            self._cut_short("ends inside its header")
         self._position = start + size
         return start
+
+    def _cut_short(self, what: str) -> NoReturn:
+        if self._end < self._size:
+            self._fail(f"its header is longer than the {_MAX_HEADER:,} bytes that are allowed")
+        self._fail(f"it has {self._size:,} bytes and {what}, so it is incomplete or damaged; download it again")
 
     def _fail(self, what: str) -> NoReturn:
         raise ModelError(f"{self._path} is not a GGUF file that can be read: {what}.")

@@ -104,7 +104,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _refused(path: Path, what: str) -> ModelError:
-    return ModelError(f"{path} cannot be read: {what}. The download may be incomplete; fetch it anew.")
+    return ModelError(f"{path} cannot be read: {what}. The file is incomplete or damaged; download it again.")
 
 
 # ------------------------------------------------------------------------------------------------------------ json file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,7 +99,15 @@ def _open(model: str, cache_dir: Path, model_impl: str, *, with_weights: bool, p
         if path.is_dir():
             return open_hf_directory(path, name=name, with_weights=with_weights, model_impl=model_impl)
         return open_gguf(path, name=name)
-    raise ModelError(f"There is no model {model!r}. {_WHAT_WORKS}")
+    raise ModelError(f"There is no model {model!r}.{_nearest(model, cache_dir)} {_WHAT_WORKS}")
+
+
+def _nearest(model: str, cache_dir: Path) -> str:
+    """Return a question for the model that was meant: one that begins so, or has a similar name; empty for none."""
+    names = list(dict.fromkeys([EMBEDDED_MODEL, *(name for name, _, _ in models_here(cache_dir))]))
+    begins = [name for name in names if name.lower().startswith(model.lower())]
+    found = begins or difflib.get_close_matches(model, names, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def models_here(cache_dir: Path | None = None) -> Iterator[tuple[str, int, str]]:

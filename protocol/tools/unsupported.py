@@ -25,7 +25,7 @@ FAMILIES = (
 MAX_NAMED = 16  # types in one warning
 
 _VERSION = re.compile(r"_20\d\d_?\d\d_?\d\d$")
-_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}( \(did you mean [a-z0-9_]{1,64}\?\))?")
 _MEDIA = ("audio", "document", "file", "image", "video")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.commands.cli import main
+from app.commands.cli import GROUPS, MOST_USED, main
 from app.config.settings import Settings
 from app.config.sources import _OF_VLLM, env_name, flag_name, unknown_flag, unknown_setting
 
@@ -139,7 +139,60 @@ def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
     assert "Did you mean" not in unknown_flag("--enable-ssl-refresh", flags, "headrace serve"), (
         "nothing like it is here"
     )
-    assert {meant for meant in _OF_VLLM.values() if meant} <= Settings.model_fields.keys()
+    assert {meant for meant in _OF_VLLM.values() if meant and " " not in meant} <= Settings.model_fields.keys()
+
+
+VLLM_FLAGS = """
+    --enforce-eager --swap-space --enable-chunked-prefill --trust-remote-code --disable-log-requests
+    --disable-log-stats --enable-auto-tool-choice --tool-call-parser --max-seq-len-to-capture --cpu-offload-gb
+    --distributed-executor-backend --tokenizer --revision --hf-token --enable-lora --speculative-config --task
+    --guided-decoding-backend --hf-overrides --compilation-config --download-dir --api-key --async-scheduling
+    --kv-cache-memory-bytes --uvicorn-log-level --max-logprobs --scheduling-policy --root-path"""
+
+
+@pytest.mark.parametrize("flag", VLLM_FLAGS.split())
+def test_a_flag_of_vllm_is_answered_with_what_to_do(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", flag, "1"]) == 1
+    said = capsys.readouterr().err
+    assert flag in said
+    assert any(
+        words in said for words in ("Did you mean --", "Leave it out", "What works", "Write it", "not supported")
+    )
+
+
+def test_values_of_vllm_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--given", "--dtype", "half", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    assert capsys.readouterr().out == 'dtype = "float16"  # --dtype\nkv_cache_dtype = "fp8"  # --kv-cache-dtype\n'
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serv"], "there is no command 'serv'. Did you mean `headrace serve`?"),
+        (["bench", "latancy"], "Did you mean `headrace bench latency`?"),
+        (["zzz"], "`headrace --help` lists the commands."),
+        (["serve", "--enable-prefix-caching", "false"], "'false' is no model: flags such as"),
+        (["serve", "--kv-cache-memory", "2", "GB"], "'GB' is no model: write a size without a blank, such as 2GiB"),
+        (["serve", "--quantization", "awq"], "none, int8 or int4. A value that works: none. Quantized files need none"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_meant(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_help_begins_with_twelve_settings_and_groups_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    page = capsys.readouterr().out
+    titles = ["the settings that matter most:", *(f"\n{title}:" for title in GROUPS.values())]
+    places = [page.index(title) for title in titles]
+    assert places == sorted(places)
+    assert all(page.index(f"  {flag_name(name)} ") < places[1] for name in MOST_USED)
+    assert len(MOST_USED) == 12
+    assert "headrace serve Qwen/Qwen3-0.6B --port 9000" in " ".join(page.split())
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hpack
@@ -18,10 +19,11 @@ import structlog
 from hypercorn.config import Config
 
 from app.config.settings import Settings
-from app.http.record import AccessRecord
-from app.observability.logs import bind, configure_logging, log_request
+from app.http.record import AccessRecord, Seldom
+from app.observability.logs import bind, configure_logging, log_ready, log_refusal, log_request
 from app.serving.loading import make_executor, open_files
 from gpu.parallel.multiproc import MultiprocExecutor
+from protocol.errors import ApiError
 from tests.support.tiny_model import write_tiny_model
 
 
@@ -115,12 +117,46 @@ def test_the_request_line_has_no_place_for_text() -> None:
 async def test_hypercorns_lines_come_once_and_in_our_form(capsys: pytest.CaptureFixture[str]) -> None:
     stream = log_to_text("json")
     hypercorn_log = Config().log  # installs a handler of its own, on standard error
-    await hypercorn_log.info("Running on %s", "http://127.0.0.1:8000")
+    await hypercorn_log.info("Waiting for %s", "its end")
     await hypercorn_log.debug("unheard")
     entry = json.loads(stream.getvalue())
-    assert (entry["event"], entry["logger"]) == ("Running on http://127.0.0.1:8000", "hypercorn.error")
+    assert (entry["event"], entry["logger"]) == ("Waiting for its end", "hypercorn")
     sys.stderr.flush()
-    assert "Running" not in capsys.readouterr().err
+    assert "Waiting" not in capsys.readouterr().err
+
+
+def test_the_address_is_logged_when_the_models_are_loaded() -> None:
+    stream = log_to_text("json")
+    hypercorn = logging.getLogger("hypercorn.error")
+    hypercorn.warning("Running on http://127.0.0.1:8000 (CTRL + C to quit)")
+    assert stream.getvalue() == "", "a wrong model is refused later"
+    log_ready(1.23)
+    assert json.loads(stream.getvalue())["event"] == (
+        "Ready after 1.2 s at http://127.0.0.1:8000, with the dashboard at http://127.0.0.1:8000/dashboard"
+    )
+    stream = log_to_text("json")
+    log_ready(2)
+    hypercorn.warning("Running on http://unix:/run/headrace.sock (CTRL + C to quit)")
+    events = [json.loads(line)["event"] for line in stream.getvalue().splitlines()]
+    assert events == ["Ready after 2.0 s", "Listening at unix:/run/headrace.sock"]
+
+
+def test_a_flood_of_wrong_keys_is_counted_and_not_logged_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("app.http.record.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("app.observability.logs._refusals", Seldom(20))
+    stream = log_to_text("json")
+    error = ApiError(401, "no", code="invalid_api_key")
+    scope = {"method": "GET", "path": "/v1/models", "client": ("10.0.0.9", 1), "headers": [(b"x-api-key", b"sk-old")]}
+    for _ in range(1000):
+        log_refusal(scope, error)
+    now = 11.0
+    log_refusal(scope, error)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len(lines) == 22
+    assert (lines[0]["client"], lines[0]["error"], lines[0]["status"]) == ("10.0.0.9", "invalid_api_key", 401)
+    assert lines[20]["event"] == "980 more requests without a valid key were not logged"
+    assert "sk-" not in stream.getvalue()
 
 
 def test_less_than_the_level_is_not_logged() -> None:

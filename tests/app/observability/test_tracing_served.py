@@ -212,6 +212,15 @@ def test_log_lines_have_the_ids_of_trace_and_span(
     assert (line["trace_id"], line["span_id"]) == (root.trace_id.hex(), root.span_id.hex())
 
 
+def test_questions_about_the_server_have_no_trace(
+    server: Server, collector: Collector, ask: Callable[..., str]
+) -> None:
+    for path in ("/v1/models", "/v1/models/nobody", "/version", "/api/tags", "/livez"):
+        server.client.get(path)
+    trace_of(server, collector, ask({"prompt": "Hello", "max_tokens": 1}))  # comes after whatever those have sent
+    assert not [name for trace in collector.traces() if (name := trace.root.name).startswith("GET")]
+
+
 def test_only_what_is_the_servers_fault_is_an_error(
     server: Server, collector: Collector, ask: Callable[..., str]
 ) -> None:

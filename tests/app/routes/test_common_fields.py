@@ -105,3 +105,31 @@ def test_a_prompt_is_cut_and_words_are_kept_out(server: Server, spoken: Spoken) 
     begun, _, _ = spoken.text(whole).partition(word)
     assert spoken.text(spoken.ask(server, LONG, **stop)) == begun
     assert spoken.text(spoken.ask(server, LONG, **stop, include_stop_str_in_output=True)) == begun + word
+
+
+PROMPT: Any = {"prompt": "Hi"}
+SLIPS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT.path, {"messages": [{"role": "user", "content": "Hi"}], "temprature": 0}, "temperature"),
+    ("/v1/completions", PROMPT | {"max_token": 1}, "max_tokens"),
+    (
+        MESSAGES.path,
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "stop_sequence": ["a"]},
+        "stop_sequences",
+    ),
+    (RESPONSES.path, {"input": "Hi", "max_output_token": 16}, "max_output_tokens"),
+    ("/api/generate", PROMPT | {"stream": False, "options": {"temprature": 0, "num_predict": 1}}, "temperature"),
+    ("/v1/embeddings", {"input": "Hi", "dimension": 8}, "dimensions"),
+    ("/tokenize", PROMPT | {"add_special_token": True}, "add_special_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "meant"), SLIPS, ids=[path for path, _, _ in SLIPS])
+def test_a_misspelt_field_comes_back_with_the_name_that_was_meant(
+    server: Server, path: str, body: dict[str, Any], meant: str
+) -> None:
+    limit = {} if "max" in str(body) or path in ("/v1/embeddings", "/tokenize", "/api/generate") else {"max_tokens": 1}
+    answer = server.post(path, body | limit | {"zzz": 1})
+    assert answer.status_code == 200, answer.text
+    warning = answer.headers["x-headrace-warning"]
+    assert f"(did you mean {meant}?)" in warning
+    assert "zzz (this server" in warning or "zzz, " in warning

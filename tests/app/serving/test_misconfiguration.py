@@ -91,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "not a model file": (
         {"model": "{}/readme.gguf", "load_format": "auto"},
-        ["model: got", "readme.gguf", "b'GGUF'", "A value that works: smollm2-135m-instruct"],
+        ["model: got", "readme.gguf", "b'GGUF'"],
     ),
     "some other file": (
         {"model": "{}/notes.txt", "load_format": "auto"},
@@ -99,31 +99,31 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a directory without tokenizer.json": (
         {"model": "{}/no-tokenizer"},
-        ["model: got", "no-tokenizer", "tokenizer.json", "save_pretrained", "smollm2-135m-instruct"],
+        ["model: got", "no-tokenizer", "tokenizer.json", "save_pretrained"],
     ),
     "a directory without config.json": (
         {"model": "{}/no-config"},
-        ["model: got", "no-config", "config.json", "smollm2-135m-instruct"],
+        ["model: got", "no-config", "config.json"],
     ),
     "broken weights": (
         {"model": "{}/broken-weights", "load_format": "auto"},
-        ["model: got", "model.safetensors", "fetch it anew", "smollm2-135m-instruct"],
+        ["model: got", "model.safetensors", "incomplete or damaged", "download it again"],
     ),
     "broken weights, in processes": (
         {"model": "{}/broken-weights", "load_format": "auto", "engine": "process", "data_parallel_size": 2},
-        ["model: got", "model.safetensors", "fetch it anew", "smollm2-135m-instruct"],
+        ["model: got", "model.safetensors", "incomplete or damaged", "download it again"],
     ),
     "an architecture that is not supported": (
         {"model": "{}/mamba", "model_impl": "headrace"},
-        ["model: got", "MambaForCausalLM", "Supported are LlamaForCausalLM", "smollm2-135m-instruct"],
+        ["model: got", "MambaForCausalLM", "Supported are LlamaForCausalLM"],
     ),
     "a chat template that does not parse": (
         {"model": "{}/template-error"},
-        ["model: got", "chat template does not parse", "line 2", "smollm2-135m-instruct"],
+        ["model: got", "chat template does not parse", "line 2"],
     ),
     "a chat template that computes for ever": (
         {"model": "{}/template-bomb", "template_timeout": 1},
-        ["model: got", "chat template cannot be compiled", "longer than 1 s", "smollm2-135m-instruct"],
+        ["model: got", "chat template cannot be compiled", "longer than 1 s"],
     ),
     "a dtype that does not exist": (
         {"dtype": "fp16"},

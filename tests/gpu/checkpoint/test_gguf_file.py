@@ -219,6 +219,15 @@ def test_a_wrong_header_says_what_is_wrong(tiny, position, content, message):
         GGUFFile(tiny)
 
 
+def test_a_file_that_was_cut_off_anywhere_is_said_to_be_incomplete(tiny):
+    whole = tiny.read_bytes()
+    for size in (*range(5, len(whole) - 1, len(whole) // 40), len(whole) - 1):
+        tiny.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=r"incomplete or damaged; download it again") as refused:
+            GGUFFile(tiny)
+        assert f"{size:,} bytes" in str(refused.value)
+
+
 def test_a_claim_of_many_strings_is_refused_before_memory_is_taken(tmp_path):
     key = b"tokenizer.ggml.tokens"
     path = tmp_path / "bomb.gguf"

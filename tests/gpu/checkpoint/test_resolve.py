@@ -259,3 +259,12 @@ def hub_repository(path):
     (path / "onnx").mkdir()
     (path / "onnx" / "config.json").write_text("{}")
     return path
+
+
+@pytest.mark.parametrize("given", ["smollm2", "SmolLM2-135M", "smollm-135m-instruct"])
+def test_the_name_that_was_probably_meant_is_named(given: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="Did you mean 'smollm2-135m-instruct'?"):
+        open_model(given, cache_dir=tmp_path)
+    with pytest.raises(ModelError) as refused:
+        open_model("zzz", cache_dir=tmp_path)
+    assert "Did you mean" not in str(refused.value)

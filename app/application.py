@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from app.config.settings import Settings, SettingsError
 from app.dashboard.feed import Feed
+from app.dashboard.history import History
 from app.dashboard.simulator import Simulator
 from app.http.connections import ConnectionGuard
 from app.http.hypercorn import (
@@ -77,6 +78,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
     configure_logging(settings)
     server = Server(settings)
     pool = ModelPool(server, on_fatal=end_process)
+    past = History(pool)
     shares_port = inherited or settings.reuse_port
     guard = ConnectionGuard(settings, server.longest_stalled_connection)
     refuse = refuse_with(server)
@@ -128,6 +130,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
                 task_group.start_soon(server.watch_requests)
                 task_group.start_soon(guard.watch)
                 task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
+                task_group.start_soon(past.run)
                 task_group.start_soon(shutdown.listen_for_signals)
                 task_group.start_soon(reload_on_hangup, pool, certificate)
                 task_group.start_soon(keep_informed, pool)
@@ -193,6 +196,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
         open_route("GET", "/dashboard", pages.page),
         open_route("GET", "/dashboard/files/{name}", pages.file),
         admin_route("GET", "/dashboard/frames", partial(pages.frames, Feed(pool))),
+        admin_route("GET", "/dashboard/history", partial(pages.history, past), quiet=True),
         admin_route("POST", "/dashboard/simulation", partial(pages.simulation, Simulator()), quiet=True),
     ]
     runner: BatchRunner | None = None

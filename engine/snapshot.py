@@ -101,6 +101,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="objec
     num_steps_in_flight: int
     num_running: int
     num_waiting: int
+    oldest_wait: float | None = None  # seconds since the earliest arrival of those that never ran
     running: tuple[RequestSnapshot, ...]
     waiting: tuple[RequestSnapshot, ...]  # in the order in which they would run
     tenants: tuple[TenantSnapshot, ...]  # the tenants with most requests

@@ -127,7 +127,8 @@ OPERATIONS = (
 )
 
 OF_PAGES = frozenset(
-    {"/", "/docs/files/{name}", "/dashboard/files/{name}", "/dashboard/frames", "/dashboard/simulation"}
+    {"/", "/docs/files/{name}", "/dashboard/files/{name}"}
+    | {f"/dashboard/{name}" for name in ("frames", "history", "simulation")}
 )
 """Internal routes of the pages, which change with them."""
 

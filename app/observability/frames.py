@@ -21,6 +21,7 @@ frame per line. A frame has the steps that ended since the previous frame, so a 
     running   the first MOST_REQUESTS running requests, as `engine.snapshot.RequestSnapshot`
     waiting   the first MOST_REQUESTS waiting requests, in the order in which they would run; `waits_for` has the reason
     num_running, num_waiting   the numbers of all running and waiting requests
+    oldest_wait   seconds since the earliest arrival of a waiting request that never ran, null if there is none
     tenants   `engine.snapshot.TenantSnapshot` of the tenants with most requests
     blocks    `engine.snapshot.BlocksSnapshot`: the KV blocks by state, and as a map
     service   TTFTs and refusals since the previous frame (`Service`), in frames of the first engine only
@@ -68,6 +69,7 @@ def make_frame(
         "blocks": snapshot.blocks,
         "num_running": snapshot.num_running,
         "num_waiting": snapshot.num_waiting,
+        "oldest_wait": snapshot.oldest_wait,
         "service": service,
     }
 

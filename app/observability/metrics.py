@@ -19,7 +19,7 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -115,6 +115,10 @@ class Metrics(Observer):
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(prefix + name, text, labels, registry=self._registry, buckets=buckets).labels(*values)
 
+        def weighted(name: str, text: str, buckets: tuple[float, ...]) -> WeightedHistogram:
+            named = dict(zip(labels, values, strict=True))
+            return WeightedHistogram(prefix + name, text, named, self._registry, buckets)
+
         self._running = gauge("num_requests_running", "Requests that are being computed.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a running slot.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
@@ -132,14 +136,8 @@ class Metrics(Observer):
         )
         self._cached_tokens = counter("prompt_tokens_cached", "Cached prompt tokens of ended requests.")
 
-        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self._itl = WeightedHistogram(
-            prefix + "inter_token_latency_seconds",
-            "Between two tokens of a request.",
-            dict(zip(labels, values, strict=True)),
-            self._registry,
-            ITL_BUCKETS,
-        )
+        self._ttft = weighted("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = weighted("inter_token_latency_seconds", "Between two tokens of a request.", ITL_BUCKETS)
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
         self._queue_time = histogram("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS)
         text = "First schedule to first token, of requests that got one."
@@ -214,6 +212,22 @@ class Metrics(Observer):
         self._models.append(Metrics(name, prefix=self._prefix, whole=self))
         return self._models[-1]
 
+    @property
+    def by_model(self) -> list[Metrics]:
+        """The figures of each model that had a request, or of the only one."""
+        return self._models or [self]
+
+    def totals(self) -> Totals:
+        """Return what is kept of these figures for the dashboard's history, of this moment."""
+        return Totals(
+            generated=_value(self._generation_tokens),
+            computed=_value(self._computed_tokens),
+            refused={reason: count for reason, each in self._rejections.items() if (count := int(_value(each)))},
+            ttft=tuple(self._ttft.counts),
+            gaps=tuple(self._itl.counts),
+            levels=(_value(self._running), _value(self._waiting), _value(self._kv_usage)),
+        )
+
     def _make_shared(self, tenants: Iterable[str]) -> None:
         """Make the series of the whole server, which belong to no model."""
         ProcessCollector(registry=self._shared)
@@ -261,8 +275,8 @@ class Metrics(Observer):
     def on_unload(self) -> None:
         """Count the end of a loaded model, whatever the cause."""
         self._unloads.inc()
-        self._is_loaded.set(0)
-        self._memory.set(0)
+        for level in (self._is_loaded, self._memory, self._running, self._waiting, self._kv_usage):
+            level.set(0)
 
     def on_load_wait(self, seconds: float) -> None:
         """Record the seconds for which a request has waited for the model to be loaded."""
@@ -433,6 +447,21 @@ class Metrics(Observer):
         return page + (generate_latest(self._by_tenant) if by_tenant else b"")
 
 
+class Totals(NamedTuple):
+    """Counts since the start, and levels of one moment. A histogram is the number of values in each bucket."""
+
+    generated: float = 0.0  # tokens
+    computed: float = 0.0  # prompt tokens
+    refused: Mapping[str, int] = {}  # requests by reason
+    ttft: Sequence[int] = (0,) * (len(TTFT_BUCKETS) + 1)
+    gaps: Sequence[int] = (0,) * (len(ITL_BUCKETS) + 1)  # between tokens
+    levels: tuple[float, float, float] = (0.0, 0.0, 0.0)  # running, waiting, share of KV blocks that are owned
+
+
+def _value(metric: Counter | Gauge) -> float:
+    return next(iter(metric.collect())).samples[0].value
+
+
 class _SeveralModels:
     """The series of several models as one registry: each family once, with the name of the model as a label."""
 
@@ -520,20 +549,20 @@ class WeightedHistogram(Collector):
     ) -> None:
         self._name, self._text, self._labels = name, text, labels
         self._bounds = list(buckets)
-        self._counts = [0] * (len(buckets) + 1)
+        self.counts = [0] * (len(buckets) + 1)  # of the values in each bucket, the last without a bound
         self._sum = 0.0
         registry.register(self)
 
     def observe(self, value: float, count: int = 1) -> None:
         """Record the same value `count` times. A bucket holds values up to and including its bound."""
-        self._counts[bisect_left(self._bounds, value)] += count
+        self.counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yield the histogram for the registry."""
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         cumulative, buckets = 0, []
-        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+        for bound, count in zip([*self._bounds, float("inf")], self.counts, strict=True):
             cumulative += count
             buckets.append((floatToGoString(bound), float(cumulative)))
         family.add_metric(list(self._labels.values()), buckets, self._sum)

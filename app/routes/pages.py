@@ -20,6 +20,7 @@ import orjson
 from anyio import to_thread
 
 from app.dashboard.feed import Feed
+from app.dashboard.history import History
 from app.dashboard.simulator import Simulator
 from app.http.middleware import wants_page
 from app.http.scope import RequestScope
@@ -190,6 +191,11 @@ async def frames(feed: Feed, server: Server, request: RequestScope) -> None:
         async for event in events:
             await request.send_chunk(event)
         await request.end_stream(b"event: end\ndata: {}\n\n")
+
+
+async def history(past: History, server: Server, request: RequestScope) -> None:
+    """GET /dashboard/history?span=15m: figures over time, and what is served."""
+    await request.send_json(200, past.answer(request.query().get("span", ["15m"])[-1]))
 
 
 async def simulation(simulator: Simulator, server: Server, request: RequestScope) -> None:

@@ -222,6 +222,7 @@ class ModelServer(PooledModel):
         from app.serving.loading import (
             chat_parameters,
             default_sampling,
+            divide,
             expected_memory,
             fingerprint,
             join_ray,
@@ -257,6 +258,7 @@ class ModelServer(PooledModel):
                     files=files,
                     root=files.name,
                     embedding_size=files.config.embedding_size,
+                    num_threads=divide(self.settings)[0].settings.num_threads,
                     embedder=files.embedder,
                     labels=await to_thread.run_sync(label_set, files),
                     engine_info=engine_info,
@@ -325,6 +327,7 @@ class ServedModel:
     files: ModelFiles
     root: str  # the weights' own name
     embedding_size: int
+    num_threads: int | None  # of each engine
     embedder: Embedder
     labels: LabelSet | None  # of a classifier or reranker
     engine_info: EngineReady

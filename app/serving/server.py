@@ -103,13 +103,14 @@ class Server:
     def abort(self, request_ids: Collection[str], but: RequestScope) -> int:
         """End the requests with these ids, except `but`, and return their number. Their clients get the output so far.
 
-        An id is that of the answer's header x-request-id, or the one in its body.
+        An id is that of the answer's header x-request-id, the one in its body, or that of a choice in a snapshot.
         """
         ended = 0
         for request in list(self._open_requests):
             if request is but or request.follows_another:  # a follower ends with the request that it follows
                 continue
-            if {request.request_id, request.answer_id}.isdisjoint(request_ids):
+            choices = () if request.outputs is None else request.outputs.child_ids
+            if {request.request_id, request.answer_id, *choices}.isdisjoint(request_ids):
                 continue
             ended += 1
             if request.outputs is not None:

@@ -207,6 +207,7 @@ class EngineCore:
             num_steps_in_flight=len(self._in_flight),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            oldest_wait=None if (oldest := scheduler.waiting.oldest_arrival) is None else now - oldest,
             running=tuple(request.snapshot() for request in running),
             waiting=tuple(request.snapshot(waits_for) for request, waits_for in waiting),
             tenants=scheduler.shares.snapshot(MOST_TENANTS),

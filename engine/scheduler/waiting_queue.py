@@ -32,6 +32,14 @@ class WaitingQueue:
         """Yield all requests in order, counting each as served. The queue must not change during iteration."""
         return self._in_order(lambda tenant: False)
 
+    @property
+    def oldest_arrival(self) -> float | None:
+        """The earliest arrival of a request that has never run; None if there is none."""
+        lines = (line for tenants in self._lines.values() for line in tenants.values())
+        return min(
+            (each.message.arrival_time for line in lines for each in line if not each.num_preemptions), default=None
+        )
+
     def below_limits(self) -> Iterator[Request]:
         """Yield, in order, the requests of tenants below their limit of running slots. The limit is checked for each
         request, so a tenant at its limit does not block those behind it. The queue must not change during iteration."""

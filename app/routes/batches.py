@@ -65,7 +65,12 @@ class Form:
         """Return the fields of a form that has arrived. Raises ApiError 400."""
         if not self._is_complete:
             raise _wrong_form("the body ends before its last boundary")
-        return validate(UploadForm, self.fields)
+        parts = {
+            name[len("expires_after[") : -1]: int(value) if value.isdecimal() else value
+            for name, value in self.fields.items()
+            if re.fullmatch(r"expires_after\[\w+\]", name)
+        }
+        return validate(UploadForm, self.fields | ({"expires_after": parts} if parts else {}))
 
     def _begin_part(self) -> None:
         self._disposition.clear()
@@ -95,13 +100,8 @@ class Form:
             self._value += data[start:end]
 
     def _end_part(self) -> None:
-        if self._is_file:
-            return
-        value, part = self._value.decode("utf-8", "replace"), re.fullmatch(r"expires_after\[(\w+)\]", self._name)
-        if part is None:
-            self.fields[self._name] = value
-        else:
-            self.fields.setdefault("expires_after", {})[part[1]] = int(value) if value.isdecimal() else value
+        if not self._is_file:
+            self.fields[self._name] = self._value.decode("utf-8", "replace")
 
     def _end(self) -> None:
         self._is_complete = True
@@ -171,7 +171,10 @@ async def file_content(store: FileStore, server: Server, request: RequestScope) 
     """GET /v1/files/{id}/content: the file as it was uploaded or written."""
     found = await to_thread.run_sync(store.find, request.tenant.name, "file", request.path_params["id"])
     file = msgspec.json.decode(found, type=FileObject)
-    await request.send_file(store.path(file.id), file.bytes)
+    try:
+        await request.send_file(store.path(file.id), file.bytes)
+    except FileNotFoundError:
+        raise ApiError(404, f"The file {file.id} was deleted just now.", param="id", code="not_found") from None
 
 
 async def delete_file(store: FileStore, server: Server, request: RequestScope) -> None:

@@ -311,7 +311,10 @@ class BatchRunner:
         source = store.path(batch.input_file_id)
         output, errors_path = map(store.path, outputs)
         rows = BatchRows(source, output, errors_path, self._server.bodies.max_bytes)
-        errors = await run(rows.check, batch.endpoint)
+        try:
+            errors = await run(rows.check, batch.endpoint)
+        except FileNotFoundError:
+            errors = [BatchError("missing_file", "The input file is not in files_dir any more. Upload it again.")]
         batch.request_counts = rows.counts
         if errors:
             batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)

@@ -133,6 +133,17 @@ def test_a_wrong_file_fails_the_batch_with_every_line_named(server: Server) -> N
         client.batches.cancel(batch.id)
 
 
+def test_a_file_that_is_not_on_the_disk_any_more_is_missed_by_clients_and_ends_its_batch(server: Server) -> None:
+    client, endpoint = client_of(server), "/v1/completions"
+    file = client.files.create(file=rows(endpoint, {"prompt": "a"}), purpose="batch")
+    (Path(str(server.setting("files_dir"))) / file.id).unlink()
+    with pytest.raises(openai.NotFoundError, match=file.id):
+        client.files.content(file.id)
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    batch = ended(client, batch.id)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "missing_file")
+
+
 def test_cancel_ends_running_rows_and_keeps_what_is_answered(server: Server) -> None:
     client, endpoint = client_of(server), "/v1/completions"
     short, long = {"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 8000, "ignore_eos": True}
@@ -193,6 +204,18 @@ FILE, PURPOSE = ('name="file"; filename="f"', b"{}"), ('name="purpose"', b"batch
         ("multipart/form-data; boundary=b", form(*[(f'name="{n}"', b"") for n in range(99)]), 400, "fields"),
         ("multipart/form-data; boundary=b", form(('name="purpose"', b"b" * 9999), FILE), 400, "4096"),
         ("multipart/form-data; boundary=b", form(FILE, PURPOSE, ('name="expires_after[seconds]"', b"1")), 400, "after"),
+        (
+            "multipart/form-data; boundary=b",
+            form(*[(f'name="expires_after[{n}]"', b"") for n in range(99)]),
+            400,
+            "fields",
+        ),
+        (
+            "multipart/form-data; boundary=b",
+            form(('name="expires_after"', b"x"), ('name="expires_after[seconds]"', b"1"), FILE, PURPOSE),
+            400,
+            "after",
+        ),
         ("multipart/form-data; boundary=b", form(("x" * 9999, b"{}"), PURPOSE), 400, "form"),
         ("multipart/form-data; boundary=b", form((FILE[0], bytes(MAX_FILE + 1)), PURPOSE), 413, "max_file_bytes"),
         ("multipart/form-data; boundary=b", form((FILE[0], bytes(2 * MAX_FILE)), PURPOSE), 413, "max_file_bytes"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from pydantic import ByteSize, ValidationError
 
 from app.config.settings import MIB, Settings, SettingsError
+
+logger = logging.getLogger(__name__)
 
 KV_OF_SEVERAL = 512 * MIB  # bytes of the KV cache of one of several models, unless it is given
 
@@ -75,12 +79,23 @@ def models_in(folder: Path) -> dict[str, str]:
         raise SettingsError(f"models_dir: cannot read {folder}: {error.strerror}. It must be a folder") from error
     found: dict[str, str] = {}
     for path in entries:
+        try:
+            path.name.encode()
+            is_file, is_checkpoint = path.is_file(), (path / "config.json").is_file()
+        except (OSError, UnicodeError) as error:
+            _warn(f"models_dir: {str(path)!r} is left out: {error}")
+            continue
         name, _, part = path.stem.rpartition("-00001-of-")
-        if path.suffix.lower() == ".gguf" and path.is_file():
+        if path.suffix.lower() == ".gguf" and is_file:
             if not re.search(r"-\d{5}-of-\d{5}$", path.stem):
                 found[path.stem] = str(path)
             elif part:
                 found[name] = str(path)
-        elif (path / "config.json").is_file():
+        elif is_checkpoint:
             found[path.name] = str(path)
     return found
+
+
+@cache  # once, however often the folder is read
+def _warn(words: str) -> None:
+    logger.warning(words)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import anyio
 import msgspec
@@ -70,7 +70,8 @@ class Feed:
 
         latest: dict[int, int] = {}  # by engine: the last step that was sent
         after = 0.0
-        self._pool.current.metrics.take_recent()  # drop events from before
+        with suppress(ApiError):
+            self._pool.current.metrics.take_recent()  # drop events from before
         while self._pages and self._pool.server.phase is ServerPhase.READY:
             try:
                 model = self._pool.current
@@ -89,8 +90,8 @@ class Feed:
             after = min((state.time for state in snapshots.values()), default=0.0)
             await anyio.sleep(max(INTERVAL, max((each.seconds for each in snapshots.values()), default=0.0) / SHARE))
         self._is_running = False
-        for page in self._pages:
-            page.close()
+        while self._pages:
+            self._pages.pop().close()
 
     def _send(self, data: bytes) -> None:
         for page in self._pages:

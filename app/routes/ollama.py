@@ -121,6 +121,7 @@ async def _unload(pool: ModelPool, model: ModelServer) -> None:
 
 
 FOR_EVER = "9999-12-31T23:59:59Z"
+_LONGEST = 1e10  # seconds of keep_alive that are shown as a date: years have four digits
 
 
 async def tags(pool: ModelPool, request: RequestScope) -> None:
@@ -138,7 +139,7 @@ async def loaded_models(pool: ModelPool, request: RequestScope) -> None:
         if model.state is ModelState.LOADED or pool.only is not None:
             info = model.model.engine_info
             more: dict[str, Any] = {"expires_at": FOR_EVER, "context_length": info.max_model_len}
-            if model.idle_unload < math.inf and not model.pinned:
+            if model.idle_unload < _LONGEST and not model.pinned:
                 idle = 0.0 if model.in_use else time.monotonic() - model.last_used
                 more["expires_at"] = timestamp(time.time() + model.idle_unload - idle)
             if info.facts.compute_form.startswith("cpu"):

@@ -160,7 +160,8 @@ async def unload_model(pool: ModelPool, request: RequestScope) -> None:
 async def sleep(pool: ModelPool, request: RequestScope) -> None:
     """POST /sleep: unload the model of the query, or all that have no requests, until they are asked for again."""
     name = request.query().get("model", [None])[-1]
-    models = [pool.find(name)] if name is not None else [each for each in pool.models if not each.in_use]
+    idle = [each for each in pool.models if not pool.policy.is_wanted(each)]
+    models = [pool.find(name)] if name is not None else idle
     pool.asleep |= {each for each in models if each.holds_memory}
     await pool.unload(models)
     await _send_states(request, pool.models)

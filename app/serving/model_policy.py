@@ -7,6 +7,7 @@
    every model that could go has requests, one of these is closed when its turn is over: it finishes its requests, and
    new ones wait behind. So requests are grouped by model, and none waits for ever.
 4. A turn ends sooner if the first waiting request would miss its deadline.
+5. Rows of batches wait behind other requests, and take no room of a model that had one of these a short time ago.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 LEAST_RESIDENCE = 1.0  # seconds; a model that takes longer to load stays for as long as that
+BATCH_IDLE = 60.0  # seconds since a model's latest request, after which a row of a batch may take its room
 LONGEST_PAUSE = 60.0  # seconds between two loads of a model that fails again and again
 
 
@@ -39,9 +41,10 @@ class PooledModel:
         self.state = ModelState.UNLOADED
         self.need: int | None = None
         self.in_use = 0  # requests
+        self.num_rows = 0  # of these, rows of batches
         self.is_closed = False  # it takes no new requests, because another model waits for its room
         self.loaded_at = -math.inf
-        self.last_used = -math.inf
+        self.last_used = -math.inf  # by a request that is no row of a batch
         self.load_seconds = 0.0  # of the latest load
         self.num_failures = 0  # since it was last loaded for longer than its residence
         self.retry_at = -math.inf
@@ -73,6 +76,7 @@ class Waiter(Generic[M]):
     model: M
     since: float
     until: float
+    is_row: bool = False  # of a batch
     is_admitted: bool = False
     error: Exception | None = None
     wake: Callable[[], None] = lambda: None
@@ -99,9 +103,9 @@ class ModelPolicy(Generic[M]):
         """The bytes of all models that are in memory, or are on their way there or out."""
         return sum(each.need or 0 for each in self.models.values() if each.holds_memory)
 
-    def enter(self, model: M, now: float, until: float) -> Waiter[M]:
+    def enter(self, model: M, now: float, until: float, *, is_row: bool = False) -> Waiter[M]:
         """Admit a request, or let it wait: then it is admitted by `plan`, and `leave` or `give_up` must be called."""
-        waiter = Waiter(model, now, until)
+        waiter = Waiter(model, now, until, is_row)
         if model.is_open:
             self._admit(waiter)
         else:
@@ -112,7 +116,9 @@ class ModelPolicy(Generic[M]):
         """Take an admitted request out, or one that gives up waiting."""
         if waiter.is_admitted:
             waiter.model.in_use -= 1
-            waiter.model.last_used = now
+            waiter.model.num_rows -= waiter.is_row
+            if not waiter.is_row:
+                waiter.model.last_used = now
         elif waiter in self.waiting:
             self.waiting.remove(waiter)
 
@@ -137,7 +143,7 @@ class ModelPolicy(Generic[M]):
     def failed(self, model: M, now: float, error: Exception) -> None:
         """Record that a model could not be loaded, or that its engine has died. The next request loads it again, after
         a pause that grows with the failures in a row."""
-        if now - model.loaded_at > model.residence and model.state is ModelState.LOADED:
+        if now - model.loaded_at > model.residence and model.state in (ModelState.LOADED, ModelState.UNLOADING):
             model.num_failures = 0
         model.state, model.is_closed, model.error = ModelState.FAILED, False, error
         model.num_failures += 1
@@ -151,6 +157,10 @@ class ModelPolicy(Generic[M]):
         for waiter in refused:
             waiter.error = error
             waiter.wake()
+
+    def is_wanted(self, model: M) -> bool:
+        """Return True for a model that has requests, or for which requests wait."""
+        return model.in_use > 0 or any(each.model is model for each in self.waiting)
 
     def is_impossible(self, model: M) -> bool:
         """True if a model does not fit even if all others that may go are unloaded."""
@@ -184,12 +194,13 @@ class ModelPolicy(Generic[M]):
     def _admit(self, waiter: Waiter[M]) -> None:
         waiter.is_admitted = True
         waiter.model.in_use += 1
+        waiter.model.num_rows += waiter.is_row
         waiter.wake()
 
     def _make_room(self, now: float, changes: Changes[M]) -> None:
         """Start loading the models that requests wait for, in the order of their first requests. The first that lacks
         room gets what is free next, so later ones do not overtake it."""
-        for waiter in self.waiting:
+        for waiter in sorted(self.waiting, key=lambda each: each.is_row):
             model = waiter.model
             is_absent = model.state in (ModelState.UNLOADED, ModelState.FAILED) and now >= model.retry_at
             if not is_absent or model.need is None or self.is_impossible(model):
@@ -208,6 +219,11 @@ class ModelPolicy(Generic[M]):
             for each in self.models.values()
             if not each.pinned and each.state in (ModelState.LOADED, ModelState.LOADING) and not self._awaited(each)
         ]
+        if waiter.is_row:
+            free = [each for each in candidates if each.in_use == each.num_rows]
+            candidates = [
+                each for each in free if now > each.last_used + BATCH_IDLE or each.last_used == each.loaded_at
+            ]
         # By LRU among models past their turns. A model without requests goes before one that must finish some.
         candidates.sort(key=lambda each: (max(now, self._turn_end(each, waiter)), each.in_use > 0, each.last_used))
         chosen: list[M] = []
@@ -225,12 +241,12 @@ class ModelPolicy(Generic[M]):
 
     def _awaited(self, model: M) -> bool:
         """Return True for a model that is being loaded for a request."""
-        return model.state is ModelState.LOADING and any(each.model is model for each in self.waiting)
+        return model.state is ModelState.LOADING and self.is_wanted(model)
 
     def _turn_end(self, model: M, waiter: Waiter[M]) -> float:
         """Return the time from which a model must make room for the model of `waiter`."""
         if model.state is ModelState.LOADING:
             return -math.inf
-        begin = max(model.loaded_at, waiter.since) if model.in_use else model.loaded_at
+        begin = max(model.loaded_at, waiter.since) if model.in_use > model.num_rows else model.loaded_at
         in_time = waiter.until - 2 * max(waiter.model.load_seconds, 1.0)
         return max(model.loaded_at + model.residence / 2, min(begin + model.residence, in_time))

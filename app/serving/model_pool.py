@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -96,9 +97,10 @@ class ModelPool:
             _ = self.only.admission
 
     def _take(self, found: Iterable[Settings]) -> None:
-        """Take over the models of these settings. Others go, unless they are in memory."""
+        """Take over the models of these settings. Others go, unless they are in memory or requests wait for them."""
         models = {settings.model_names[0]: settings for settings in found}
-        kept = {name: each for name, each in self.policy.models.items() if name in models or each.holds_memory}
+        stays = {each for each in self.models if each.holds_memory or self.policy.is_wanted(each)}
+        kept = {name: each for name, each in self.policy.models.items() if name in models or each in stays}
         self.policy.models = {
             name: kept.get(name) or ModelServer(self.server, settings) for name, settings in models.items()
         } | {name: each for name, each in kept.items() if name not in models}
@@ -237,7 +239,7 @@ class ModelPool:
         asked = asked or Asked()
         deadline = self._deadline(model, request, asked)
         for_room = request.arrival_time + (model.settings.max_queue_time or math.inf)
-        waiter = self.policy.enter(model, time.monotonic(), min(deadline, for_room))
+        waiter = self.policy.enter(model, time.monotonic(), min(deadline, for_room), is_row=request.is_batch)
         try:
             if not waiter.is_admitted:
                 streams = streams and asked.stream is True and not asked.background
@@ -253,7 +255,7 @@ class ModelPool:
         settings = model.settings
         given = [asked.timeout, asked.ttft_timeout, settings.default_timeout, settings.default_ttft_timeout]
         given.append(_number(request.headers.get("x-request-timeout")))
-        seconds = [float(each) for each in given if isinstance(each, int | float) and each > 0]
+        seconds = [each for each in given if isinstance(each, int | float) and each > 0]
         return request.arrival_time + min([*seconds, settings.max_timeout])
 
     async def _wait(
@@ -301,9 +303,12 @@ class ModelPool:
 
     def _failure(self, model: ModelServer) -> ApiError:
         pause = max(1, math.ceil(model.retry_at - time.monotonic()))
+        source = Path(model.settings.model_source)
+        # Clients need not know in which folder models are.
+        why = str(model.error).replace(f"{source.parent}/" if source.is_absolute() else "\0", "")
         return ApiError(
             503,
-            f"The model {model.name} cannot be served at the moment: {model.error}",
+            f"The model {model.name} cannot be served at the moment: {why}",
             code="model_failed",
             headers={"retry-after": str(pause)},
         )
@@ -367,7 +372,7 @@ class ModelPool:
         self._replan()
         for model in self.models:
             if model.state is ModelState.LOADED and not model.is_alive and model.scope is not None:
-                self.policy.failed(model, time.monotonic(), HeadraceError("its engine makes no progress"))
+                model.state, model.has_stalled = ModelState.UNLOADING, True  # loaded again when its engine has ended
                 model.scope.cancel()
         is_loading = any(each.state is ModelState.LOADING for each in self.models)
         if self._spare is not None and not is_loading and any(not each.holds_memory for each in self.models):
@@ -410,14 +415,18 @@ class ModelPool:
     async def unload(self, models: Iterable[ModelServer]) -> None:
         """Unload models, and wait for it. Raises ApiError 409 for one that has requests, and for the only one."""
         changes: Changes[ModelServer] = Changes()
-        for model in models:
-            if self.only is not None:
-                raise ApiError(409, "This server has one model, which stays loaded.", code="model_stays")
-            if model.holds_memory and not self.policy.unload(model, changes):
-                why = f"has {model.in_use} requests" if model.in_use else "is being loaded"
-                raise ApiError(409, f"The model {model.name} {why}. Try again later.", code="model_in_use")
-        self._carry_out(changes)
-        while any(model.state is ModelState.UNLOADING for model in changes.unload):  # noqa: ASYNC110 - it is short
+        models = list(models)
+        try:
+            for model in models:
+                if self.only is not None:
+                    raise ApiError(409, "This server has one model, which stays loaded.", code="model_stays")
+                is_there = model.state in (ModelState.LOADING, ModelState.LOADED)
+                if is_there and not self.policy.unload(model, changes):
+                    why = f"has {model.in_use} requests" if model.in_use else "is being loaded"
+                    raise ApiError(409, f"The model {model.name} {why}. Try again later.", code="model_in_use")
+        finally:
+            self._carry_out(changes)  # those before one that cannot go, too
+        while any(model.state is ModelState.UNLOADING for model in models):  # noqa: ASYNC110 - it is short
             await anyio.sleep(0.01)
 
     def _start(self, function: Callable[[ModelServer], Any], model: ModelServer) -> None:
@@ -455,6 +464,8 @@ class ModelPool:
         started = time.monotonic()
 
         def on_loaded(need: int) -> None:
+            if model.state is not ModelState.LOADING:
+                return  # it is unloaded already
             now = time.monotonic()
             self.policy.loaded(model, now, need, now - started)
             model.metrics.on_load(need)
@@ -462,10 +473,12 @@ class ModelPool:
             self._replan()
 
         assert model.scope is not None
-        model.spare = self._spare
+        model.spare, model.has_stalled = self._spare, False
         try:
             with model.scope:
                 await model.run(on_loaded)
+            if model.has_stalled:
+                raise HeadraceError("its engine makes no progress")
         except Exception as error:
             self._has_failed(model, error)
         if model.state is not ModelState.FAILED:

@@ -59,6 +59,7 @@ class ModelServer(PooledModel):
         self.files: ModelFiles | None = None  # opened and not yet loaded
         self.spare: SpareEngine | None = None  # to take when it is loaded
         self.scope: anyio.CancelScope | None = None  # of `run`
+        self.has_stalled = False  # its engine is ended because it makes no progress
         self._model: ServedModel | None = None
 
     @cached_property

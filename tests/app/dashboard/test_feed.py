@@ -32,3 +32,20 @@ def test_unread_pages_make_room_and_pages_that_are_read_do_not() -> None:
             assert pages[1].receive_nowait() == b"more"
 
     anyio.run(look)
+
+
+def test_pages_of_a_model_that_has_gone_get_nothing_more() -> None:
+    def unloaded(pool: object) -> object:
+        raise ApiError(503, "No model is loaded at the moment.")
+
+    class Pool:
+        model, server, current = None, SimpleNamespace(start_soon=lambda look: None, phase="ready"), property(unloaded)
+
+    async def look() -> None:
+        feed = Feed(cast(ModelPool, Pool()))
+        with feed.page() as stays_open:
+            await feed._run()
+            feed._send(b"of the next model")
+            assert [frame async for frame in stays_open] == []
+
+    anyio.run(look)

@@ -23,6 +23,7 @@ class Request:
     model: int
     seconds: float
     patience: float
+    is_row: bool = False
 
 
 @dataclass
@@ -69,7 +70,7 @@ class World:
         model = self.policy.models[str(request.model)]
         outcome = Outcome(request)
         self.outcomes.append(outcome)
-        waiter = self.policy.enter(model, self.now, self.now + request.patience)
+        waiter = self.policy.enter(model, self.now, self.now + request.patience, is_row=request.is_row)
 
         def admitted() -> None:
             if waiter.error is not None:
@@ -164,6 +165,27 @@ def test_a_busy_model_gives_its_room_up_after_its_turn() -> None:
     (other,) = [each for each in world.run([*forever, Request(20.2, 1, 0.1, 30)]) if each.request.model == 1]
     assert other.waited is not None
     assert other.waited < 10
+
+
+def test_rows_of_batches_do_not_take_the_room_of_a_model_that_other_requests_use() -> None:
+    world = World([10, 10], 10)
+    used = [Request(n * 5.0, 0, 0.9, 30) for n in range(40)]
+    outcomes = world.run([*used, *(Request(10.0 + n, 1, 2.0, 600, is_row=True) for n in range(20))])
+    waits = [outcome.waited for outcome in outcomes if not outcome.request.is_row]
+    assert waits == [LOAD, *[0.0] * 39], "rows are not noticed"
+    assert [name for _, name in world.loads] == ["0", "1"]
+    assert world.loads[1][0] > used[-1].arrival + 60
+    assert all(outcome.waited is not None for outcome in outcomes), "and run when the server has time"
+
+
+def test_rows_of_batches_take_turns_among_themselves_and_make_room_for_other_requests() -> None:
+    world = World([10, 10, 10], 10)
+    rows = [Request(n * 0.5, n % 2, 0.9, 60, is_row=True) for n in range(100)]
+    outcomes = world.run([*rows, Request(20.2, 2, 0.1, 30)])
+    (other,) = (outcome.waited for outcome in outcomes if not outcome.request.is_row)
+    assert other is not None
+    assert other < LOAD + UNLOAD + 3
+    assert all(outcome.waited is not None for outcome in outcomes[:20])
 
 
 def test_a_turn_ends_sooner_for_a_request_with_little_time() -> None:

@@ -100,9 +100,17 @@ def test_without_a_name_the_first_model_answers(server: Server) -> None:
 
 
 def test_a_body_that_is_no_object_is_refused_before_anything_is_loaded(server: Server) -> None:
-    for body in (b"[", b"[]", b'{"model": 3}'):
+    for body in (b"[", b"[]", b'{"model": 3}', b'{"timeout": ' + b"9" * 400 + b"}"):
         assert server.client.post("/v1/completions", content=body).status_code == 400
     assert states(server)["three"] == "unloaded"
+
+
+def test_a_client_keeps_a_model_for_longer_than_there_are_dates(server: Server) -> None:
+    for seconds in (1e15, "999999999999h", -1):
+        asked = server.post("/api/generate", {"model": "one", "keep_alive": seconds, "stream": False})
+        assert asked.status_code == 200, asked.text
+        loaded = {each["name"]: each["expires_at"] for each in server.client.get("/api/ps").json()["models"]}
+        assert loaded["one:latest"] == "9999-12-31T23:59:59Z"
 
 
 def test_figures_have_the_names_of_the_models(server: Server) -> None:

@@ -1,0 +1,136 @@
+"""The pool's own steps, without engines: what unloading, a folder read again and a client's numbers leave behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from app.config.settings import Settings
+from app.config.several import models_in
+from app.serving.model_policy import ModelState
+from app.serving.model_pool import ModelPool, _asked
+from app.serving.model_server import ModelServer
+from app.serving.server import Server, ServerPhase
+from engine.errors import HeadraceError
+from protocol.errors import ApiError
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> ModelPool:
+    """A pool of two loaded models."""
+    server = Server(Settings(models={"one": {"path": str(tmp_path)}, "two": {"path": str(tmp_path)}}))
+    server.phase = ServerPhase.READY
+    pool = ModelPool(server, on_fatal=print)
+    for model in pool.models:
+        model.state, model.need, model.loaded_at = ModelState.LOADED, 1, time.monotonic()
+    return pool
+
+
+@pytest.mark.anyio
+async def test_models_before_one_that_cannot_go_are_unloaded_all_the_same(pool: ModelPool) -> None:
+    one, two = pool.models
+    one.scope = anyio.CancelScope()
+    two.hold()
+    with pytest.raises(ApiError, match="two has 1 requests"):
+        await pool.unload([one, two])
+    assert one.state is ModelState.UNLOADING
+    assert one.scope.cancel_called, "or it would be unloading for ever"
+
+
+@pytest.mark.anyio
+async def test_a_model_that_is_being_unloaded_is_waited_for(pool: ModelPool) -> None:
+    one, _ = pool.models
+    one.state = ModelState.UNLOADING
+    async with anyio.create_task_group() as task_group:
+        task_group.start_soon(pool.unload, [one])
+        await anyio.sleep(0.03)
+        pool.policy.unloaded(one)
+
+
+def test_a_model_goes_from_the_folder_only_when_no_request_waits_for_it(pool: ModelPool) -> None:
+    one, two = pool.models
+    one.state = two.state = ModelState.UNLOADED
+    waiter = pool.policy.enter(one, time.monotonic(), time.monotonic() + 60)
+    pool._take([])
+    assert pool.models == [one], "or its engine would run without counting"
+    pool.policy.leave(waiter, time.monotonic())
+    pool._take([])
+    assert not pool.models
+
+
+@pytest.mark.anyio
+async def test_a_model_that_is_unloaded_before_it_is_loaded_does_not_come_back(
+    pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pool.models
+
+    async def run(model: ModelServer, on_loaded: Callable[[int], None]) -> None:
+        model.state = ModelState.UNLOADING
+        on_loaded(1)
+        assert model.state is ModelState.UNLOADING
+
+    monkeypatch.setattr(ModelServer, "run", run)
+    one.state, one.scope = ModelState.LOADING, anyio.CancelScope()
+    await pool._serve(one)
+    assert one.state is ModelState.UNLOADED
+
+
+@pytest.mark.anyio
+async def test_a_model_whose_engine_is_stuck_is_loaded_again_only_when_that_engine_has_ended(
+    pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pool.models
+    ended = anyio.Event()
+
+    async def run(model: ModelServer, on_loaded: Callable[[int], None]) -> None:
+        on_loaded(1)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await ended.wait()
+
+    monkeypatch.setattr(ModelServer, "run", run)
+    monkeypatch.setattr(ModelServer, "is_alive", property(lambda model: model is not one))
+    one.state, one.scope = ModelState.LOADING, anyio.CancelScope()
+    async with anyio.create_task_group() as task_group:
+        task_group.start_soon(pool._serve, one)
+        await anyio.sleep(0.01)
+        pool._look()
+        waiter = pool.policy.enter(one, time.monotonic(), time.monotonic() + 60)
+        assert not pool.policy.plan(time.monotonic()).load, "two engines of one model"
+        ended.set()
+    assert one.state is ModelState.FAILED
+    assert "no progress" in str(waiter.error)
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "true", "1e308"])
+def test_a_deadline_of_any_number_is_a_time(pool: ModelPool, number: str) -> None:
+    class Request:
+        arrival_time, headers = 1.0, {"x-request-timeout": number}
+
+    asked = _asked(f'{{"timeout": {number}}}'.encode())
+    assert pool._deadline(pool.models[0], Request(), asked) <= 1.0 + pool.settings.max_timeout  # type: ignore[arg-type]
+
+
+def test_clients_do_not_read_where_a_broken_model_is(pool: ModelPool) -> None:
+    one, _ = pool.models
+    one.retry_at, one.error = 0.0, HeadraceError(f"model: got '{one.settings.model}', which is empty.")
+    assert "got 'test_clients" in pool._failure(one).message
+
+
+def test_an_entry_of_the_folder_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "good.gguf").touch()
+    (tmp_path / "long.gguf").symlink_to("x" * 300)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "no-unicode-\udcff.gguf").touch()
+    assert list(models_in(tmp_path)) == ["good"]
+    assert "long.gguf" in caplog.text
+    models_in(tmp_path)
+    assert caplog.text.count("long.gguf' is left out") == 1

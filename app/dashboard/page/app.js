@@ -4,6 +4,7 @@ import { Live } from "./live.js";
 import { Chat } from "./chat.js";
 import { Simulate } from "./simulate.js";
 import { Play } from "./play.js";
+import { icon } from "./widgets.js";
 
 const makers = { chat: Chat, live: Live, simulate: Simulate, play: Play };
 const pages = {};
@@ -38,6 +39,19 @@ for (const tab of tabs) {
 }
 addEventListener("hashchange", () => show(location.hash.slice(1)));
 show(location.hash.slice(1));
+
+const THEMES = ["system", "light", "dark"];
+const themeButton = document.getElementById("theme-button");
+
+function drawTheme() {
+  const { chosen } = window.theme;
+  themeButton.replaceChildren(icon(chosen));
+  themeButton.title = themeButton.ariaLabel = `Theme: ${chosen}`;
+}
+
+themeButton.addEventListener("click", () => window.theme.choose(THEMES[(THEMES.indexOf(window.theme.chosen) + 1) % THEMES.length]));
+addEventListener("theme-changed", drawTheme);
+drawTheme();
 
 const dialog = document.getElementById("keys-dialog");
 const fields = { client: document.getElementById("client-key"), admin: document.getElementById("admin-key") };

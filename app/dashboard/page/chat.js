@@ -1,233 +1,299 @@
-// Chat: conversations with the model, kept in this browser only.
-import { h, number, seconds } from "./dom.js";
-import { markdown } from "./markdown.js";
-import { ask, events, Refused } from "./server.js";
-import { forget, fresh, load, onOtherTab, saveSettings, saveTalk } from "./talks.js";
+// Chat: conversations with the model, kept in this browser only. Answers go on while another conversation is shown.
+import { Run, sent } from "./answer.js";
+import { h } from "./dom.js";
+import { Message } from "./message.js";
+import { Options } from "./options.js";
+import { Shortcuts } from "./shortcuts.js";
+import { Sidebar } from "./sidebar.js";
+import { branch, choose, forget, fresh, load, onOtherTab, replaceLast, saveTalk, titleOf } from "./talks.js";
+import { download, icon, iconButton, menu, note } from "./widgets.js";
+import { fileName, toJson, toMarkdown } from "./transfer.js";
 
-const SETTINGS = [
-  ["temperature", { min: 0, max: 2, step: 0.05 }], ["top_p", { min: 0, max: 1, step: 0.01 }], ["top_k", { min: 0, step: 1 }], ["min_p", { min: 0, max: 1, step: 0.01 }],
-  ["repetition_penalty", { min: 0.01, max: 10, step: 0.01 }], ["frequency_penalty", { min: -2, max: 2, step: 0.1 }], ["max_tokens", { min: 1, step: 1 }], ["seed", { step: 1 }],
-];
+const NEAR = 60; // pixels from the end, within which the log follows an answer
+const IDEAS = ["Explain what a headrace is, in three sentences", "Write a Python function that finds the primes below n", "Compare tea and coffee in a table"];
+const isTouched = matchMedia("(pointer: coarse)");
+const isWide = matchMedia("(min-width: 800px)");
 
 export class Chat {
   constructor(root) {
+    this.root = root;
     this.store = load();
-    this.list = h("ul.conversations");
-    this.log = h("div.log", { role: "log", ariaLive: "off", tabIndex: -1 });
-    this.input = h("textarea", { rows: 3, placeholder: "Ask something (Enter sends, Shift+Enter is a new line, Esc stops)", ariaLabel: "Message" });
-    this.button = h("button.primary", { type: "submit" }, "Send");
-    this.system = h("textarea", { rows: 3, ariaLabel: "System prompt", oninput: () => { this.talk.system = this.system.value; saveTalk(this.talk); } });
-    this.model = h("select", { ariaLabel: "Model", onchange: () => { this.store.model = this.model.value; this.showDefaults(); saveSettings(this.store); } });
-    this.cards = {};
-    this.fields = Object.fromEntries(SETTINGS.map(([name, range]) => [name, h("input", { type: "number", placeholder: "model’s", ...range, value: this.store.settings[name] ?? "", oninput: () => this.set(name) })]));
-    this.side = h("aside", {},
-      h("button", { onclick: () => this.begin() }, "New conversation"), this.list,
-      h("details", {}, h("summary", {}, "Settings"),
-        h("label", {}, "Model ", this.model), h("label", {}, "System prompt ", this.system),
-        ...SETTINGS.map(([name]) => h("label.setting", {}, name.replaceAll("_", " "), this.fields[name]))));
-    const form = h("form.compose", { onsubmit: (event) => { event.preventDefault(); this.controller ? this.stop() : this.send(); } }, this.input, this.button);
-    root.append(this.side, h("div.talk", {}, this.log, form));
-    this.input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!this.controller) this.send(); }
+    this.runs = new Map(); // by conversation
+    this.drafts = new Map();
+    this.views = [];
+    this.follows = true;
+    this.options = new Options(this.store, { changed: (error) => this.drawAround(error), systemChanged: (words) => { this.talk.system = words; if (this.talk.messages.length) this.save(this.talk); this.drawAround(); } });
+    this.side = new Sidebar(this.store, {
+      begin: () => this.begin(), open: (talk) => this.open(talk), remove: (talk) => this.remove(talk), add: (talks) => this.add(talks),
+      rename: (talk, title) => { talk.title = title; this.save(talk); this.drawAround(); }, isRunning: (talk) => this.runs.has(talk),
     });
-    root.addEventListener("keydown", (event) => { if (event.key === "Escape") this.stop(); });
-    if (!this.store.talks.length) this.store.talks.push(fresh());
-    this.open(this.store.talks[0]);
+    this.acts = {
+      retry: (message) => this.retry(message), edit: (message, words) => this.edit(message, words),
+      goOn: (message) => this.answer(this.talk, message), choose: (message, version) => this.choose(message, version),
+    };
+    this.build();
+    this.shortcuts = new Shortcuts(root, {
+      begin: () => this.begin(), search: () => this.toggleSide(true) || this.side.search.focus(), focus: () => this.input.focus(), stop: () => this.escape(),
+      edit: () => this.views.findLast(({ message }) => message.role === "user")?.edit(), retry: () => this.retry(this.talk.messages.at(-1)),
+      options: () => this.options.toggle(), step: (by) => this.step(by),
+    });
+    this.foot.append(iconButton("help", "Keyboard shortcuts", () => this.shortcuts.help()));
+    this.open(this.store.talks[0] ?? fresh());
     onOtherTab((id, talk) => this.hear(id, talk));
+    addEventListener("pagehide", () => this.leaveForGood());
+  }
+
+  build() {
+    this.sideButton = iconButton("menu", "Conversations", () => this.toggleSide(), { ariaExpanded: "false" });
+    this.sideButton.setAttribute("aria-controls", "chat-side");
+    this.title = h("h2.title");
+    this.column = h("div.column");
+    this.log = h("div.log", { role: "log", ariaLive: "off", ariaLabel: "Conversation", tabIndex: 0 }, this.column);
+    this.newest = h("button.newest", { type: "button", hidden: true, onclick: () => this.toEnd(true) }, icon("down"), "Newest");
+    this.input = h("textarea", { rows: 1, ariaLabel: "Message", placeholder: "Ask something", oninput: () => this.grow() });
+    this.button = h("button.primary.send", { type: "submit" });
+    this.foot = h("div.compose-foot");
+    this.state = h("button.bare.state", { type: "button", title: "Settings", onclick: () => this.options.toggle() });
+    this.news = h("p.unseen", { role: "status", ariaLive: "polite" });
+    this.notice = h("p.notice", { role: "status", hidden: true });
+    const form = h("form.compose", { onsubmit: (event) => { event.preventDefault(); this.isAnswering ? this.stop() : this.send(); } }, h("div.box", {}, this.input, this.button), this.foot);
+    this.foot.append(this.state);
+    const toolbar = h("div.toolbar", {}, this.sideButton, this.title, h("span.spacer"), this.options.model, this.options.button,
+      menu("more", "More about this conversation", [
+        ["Rename", () => this.toggleSide(true) || this.side.rename(this.talk)], ["Export as JSON", () => this.exportTalk("json")], ["Export as Markdown", () => this.exportTalk("md")],
+        ["Import", () => this.side.file.click()], ["Delete", () => this.remove(this.talk)],
+      ]));
+    const veil = h("div.veil", { onclick: () => this.toggleSide(false) });
+    this.root.append(this.side.element, veil, h("div.talk", {}, toolbar, this.notice, h("div.log-place", {}, this.log, this.newest), form), this.options.panel, this.news);
+    this.input.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouched.matches) return; // a phone has no Shift+Enter
+      event.preventDefault();
+      if (!this.isAnswering) this.send();
+    });
+    this.log.addEventListener("scroll", () => {
+      this.follows = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR;
+      this.newest.hidden = this.follows;
+    });
+    this.toggleSide(isWide.matches);
+    isWide.addEventListener("change", ({ matches }) => this.toggleSide(matches));
+  }
+
+  enter() {
+    if (!isTouched.matches) this.input.focus();
+    this.options.findModels();
+    this.grow();
+    this.toEnd();
+  }
+
+  // Keeps what came of answers under way, before the browser breaks their connections.
+  leaveForGood() {
+    const talks = [...this.runs.keys()];
+    this.runs.clear();
+    for (const talk of talks) this.save(talk);
+  }
+
+  get isAnswering() { return this.runs.has(this.talk); }
+
+  // --- conversations
+
+  begin() {
+    this.open(fresh());
+    this.input.focus();
+  }
+
+  open(talk) {
+    if (this.talk) this.drafts.set(this.talk, this.input.value);
+    this.talk = talk;
+    this.input.value = this.drafts.get(talk) ?? "";
+    this.options.system.value = talk.system;
+    if (!isWide.matches) this.toggleSide(false);
+    this.drawLog();
+    this.grow();
+    this.toEnd(true);
+  }
+
+  step(by) {
+    const talks = this.store.talks.filter(({ messages }) => messages.length);
+    const next = talks[Math.max(0, Math.min(talks.length - 1, talks.indexOf(this.talk) + by))];
+    if (next) this.open(next);
+  }
+
+  remove(talk) {
+    this.runs.get(talk)?.stop();
+    this.runs.delete(talk);
+    forget(talk);
+    this.store.talks = this.store.talks.filter((each) => each !== talk);
+    if (talk === this.talk) this.open(this.store.talks[0] ?? fresh());
+    else this.drawAround();
+    if (talk.messages.length) note(`“${titleOf(talk)}” was deleted.`, "Undo", () => this.add([Object.assign(talk, { changed: 0 })]));
+  }
+
+  add(talks) {
+    for (const talk of talks) this.save(talk);
+    this.open(talks[0]);
+  }
+
+  exportTalk(form) {
+    if (form === "md") download(`${fileName(this.talk)}.md`, "text/markdown", toMarkdown(this.talk));
+    else download(`${fileName(this.talk)}.json`, "application/json", JSON.stringify(toJson(this.talk), null, 2));
+  }
+
+  save(talk) {
+    const { other, isFull } = saveTalk(talk);
+    const others = this.store.talks.filter((each) => each !== talk && each.id !== other?.id);
+    this.store.talks = [talk, ...(other ? [other] : []), ...others];
+    if (other) note("Another tab went on with this conversation: what was written here is a copy of its own.");
+    if (isFull) note("This browser has no room left: the conversation is not kept. Export it, or delete others.");
   }
 
   // Another tab has changed a conversation. What is being answered here is this tab's.
   hear(id, talk) {
     const known = this.store.talks.find((each) => each.id === id);
-    if (known && known === this.answered) return;
+    if (known && this.runs.has(known)) return;
     if (talk && known) Object.assign(known, talk);
     else if (talk) this.store.talks.unshift(talk);
-    else this.drop(known);
-    if (known && known === this.talk) this.open(talk ? known : this.store.talks[0]);
-    else this.drawList();
+    else this.store.talks = this.store.talks.filter((each) => each !== known);
+    if (!known || known !== this.talk) return this.side.draw();
+    if (!talk) return this.open(this.store.talks[0] ?? fresh());
+    const index = this.views.findIndex(({ editor }) => editor);
+    const words = this.views[index]?.editor.value;
+    this.options.system.value = known.system;
+    this.drawLog();
+    if (index >= 0) this.views[index]?.edit(words);
   }
 
-  drop(talk) {
-    this.store.talks = this.store.talks.filter((each) => each !== talk);
-    if (!this.store.talks.length) this.store.talks.push(fresh());
-  }
+  // --- questions and answers
 
-  enter() {
-    this.input.focus();
-    this.findModels();
-  }
-
-  async findModels() {
-    try {
-      const { data } = await (await ask("v1/models")).json();
-      this.cards = Object.fromEntries(data.map((card) => [card.id, card]));
-      this.model.replaceChildren(...data.map(({ id, status }) => h("option", { value: id, selected: id === this.store.model }, data.length > 1 && status !== "loaded" ? `${id} (${status})` : id)));
-      this.showDefaults();
-    } catch (error) {
-      if (error instanceof Refused && error.status === 401) this.say(error.message, true);
-      else setTimeout(() => this.findModels(), 2000); // it may be loading
-    }
-  }
-
-  showDefaults() {
-    const { default_parameters: defaults, chat_parameters: ours } = this.cards[this.model.value] ?? {};
-    for (const [name] of SETTINGS) this.fields[name].placeholder = ours?.[name] ?? defaults?.[name] ?? "model’s";
-  }
-
-  begin() {
-    this.stop();
-    if (this.talk.messages.length) {
-      this.store.talks.unshift(fresh());
-      saveTalk(this.store.talks[0]);
-    }
-    this.open(this.store.talks[0]);
-    this.input.focus();
-  }
-
-  open(talk) {
-    this.stop();
-    this.talk = talk;
-    this.system.value = talk.system;
-    this.log.replaceChildren(...talk.messages.map((message) => bubble(message).element));
-    if (!talk.messages.length) this.log.append(h("p.faint.hello", {}, "What you write goes to this server and nowhere else. Conversations are kept in this browser."));
-    this.drawList();
-    this.log.scrollTop = this.log.scrollHeight;
-  }
-
-  drawList() {
-    this.list.replaceChildren(...this.store.talks.map((talk) => h("li", {},
-      h("button.name", { ariaCurrent: talk === this.talk, onclick: () => this.open(talk) }, talk.messages[0]?.content.slice(0, 60) || "New conversation"),
-      h("button.remove", { ariaLabel: "Delete this conversation", title: "Delete", onclick: () => this.remove(talk) }, "×"))));
-  }
-
-  remove(talk) {
-    forget(talk);
-    this.drop(talk);
-    this.open(talk === this.talk ? this.store.talks[0] : this.talk);
-  }
-
-  set(name) {
-    const { value, valueAsNumber } = this.fields[name];
-    if (value === "" || Number.isNaN(valueAsNumber)) delete this.store.settings[name];
-    else this.store.settings[name] = valueAsNumber;
-    saveSettings(this.store);
-  }
-
-  stop() { this.controller?.abort(); }
-
-  async send() {
+  send() {
     const content = this.input.value.trim();
     if (!content) return;
-    const { talk } = this;
     this.input.value = "";
-    this.log.querySelector(".hello")?.remove();
-    this.log.querySelector(".notice")?.remove();
-    const question = { role: "user", content };
-    const answer = { role: "assistant", content: "", reasoning: "", facts: [] };
-    talk.messages.push(question, answer);
-    const shown = bubble(answer);
-    this.log.append(bubble(question).element, shown.element);
-    this.log.scrollTop = this.log.scrollHeight;
-    this.drawList();
-    this.answered = talk;
-    saveTalk(talk);
-    this.controller = new AbortController();
-    this.button.textContent = "Stop";
-    shown.element.ariaBusy = true;
-    const began = performance.now();
-    try {
-      await this.read(talk, answer, shown, began, this.controller.signal);
-    } catch (error) {
-      if (error.name === "AbortError") answer.facts.push("stopped");
-      else {
-        answer.facts.push(error instanceof Refused ? error.message : `The connection broke: ${error.message}`);
-        if (error.status === 401) this.say(error.message, true);
-      }
+    this.grow();
+    this.talk.messages.push({ role: "user", content });
+    this.answer(this.talk);
+  }
+
+  // Asks for an answer to what the conversation has, or for more of one that was stopped.
+  async answer(talk, more = null) {
+    if (this.runs.has(talk)) return;
+    const answer = more ?? { role: "assistant", content: "" };
+    const last = talk.messages.at(-1);
+    if (!more && last.role === "assistant" && !last.content) replaceLast(talk, answer);
+    else if (!more) talk.messages.push(answer);
+    answer.model = talk.model = this.options.model.value || null;
+    const run = new Run(answer, { changed: () => this.viewOf(answer)?.drawSoon(() => this.toEnd()), save: () => this.save(talk) });
+    this.runs.set(talk, run);
+    const body = () => ({
+      messages: sent(talk, more ? talk.messages : talk.messages.slice(0, -1)), stream: true, stream_options: { include_usage: true }, ...this.options.request(),
+      ...(more ? { continue_final_message: true, add_generation_prompt: false } : {}),
+    });
+    this.save(talk);
+    if (talk === this.talk) {
+      this.drawLog();
+      this.toEnd(true);
     }
-    this.controller = this.answered = null;
-    this.button.textContent = "Send";
-    shown.element.ariaBusy = false;
-    shown.draw();
-    if (this.model.length > 1) this.findModels(); // it may have been loaded for this answer
-    if (this.store.talks.includes(talk)) saveTalk(talk); // it was not deleted meanwhile
-  }
-
-  async read(talk, answer, shown, began, signal) {
-    const messages = talk.messages.slice(0, -1).filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
-    if (talk.system.trim()) messages.unshift({ role: "system", content: talk.system });
-    const body = { messages, stream: true, stream_options: { include_usage: true }, ...this.cards[this.model.value]?.chat_parameters, ...this.store.settings };
-    if (this.model.value) body.model = this.model.value;
-    const response = await ask("v1/chat/completions", { body, signal });
-    let first = null;
-    let usage = null;
-    let last = began;
     try {
-      for await (const [, data] of events(response)) {
-        if (data === "[DONE]") break;
-        const chunk = JSON.parse(data);
-        if (chunk.error) throw new Refused(500, chunk.error.message);
-        usage = chunk.usage ?? usage;
-        const delta = chunk.choices?.[0]?.delta ?? {};
-        const reasoning = delta.reasoning_content ?? delta.reasoning;
-        if (!delta.content && !reasoning) continue;
-        last = performance.now();
-        first ??= last;
-        answer.content += delta.content ?? "";
-        answer.reasoning += reasoning ?? "";
-        const follows = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
-        shown.drawSoon(() => { if (follows) this.log.scrollTop = this.log.scrollHeight; });
-      }
-    } finally {
-      if (first) answer.facts.push(`first token ${seconds((first - began) / 1000)}`);
+      await run.read(body());
+    } catch (error) { // of the settings
+      Object.assign(answer, { end: "failed", error: { status: 0, words: error.message } });
     }
-    if (usage) {
-      const count = usage.completion_tokens;
-      if (last > first && count > 1) answer.facts.unshift(`${number((count - 1) / ((last - first) / 1000))} tok/s`);
-      answer.facts.push(`${count} tokens`, `prompt ${usage.prompt_tokens}, ${usage.prompt_tokens_details?.cached_tokens ?? 0} cached`);
+    if (this.runs.get(talk) !== run) return; // it was deleted meanwhile
+    this.runs.delete(talk);
+    this.save(talk);
+    this.announce(answer);
+    if (talk === this.talk) this.drawLog();
+    else this.drawAround();
+    if (this.options.mustLoad) this.options.findModels(); // it may have been loaded for this answer
+  }
+
+  retry(message) {
+    const { talk } = this;
+    const index = talk.messages.indexOf(message);
+    if (index < 0 || message.role !== "assistant" || this.isAnswering) return;
+    if (index === talk.messages.length - 1 && !message.content) return this.answer(talk);
+    branch(talk, index, { role: "assistant", content: "" });
+    this.answer(talk);
+  }
+
+  edit(message, content) {
+    const index = this.talk.messages.indexOf(message);
+    if (index < 0 || this.isAnswering) return;
+    branch(this.talk, index, { role: "user", content });
+    this.answer(this.talk);
+  }
+
+  choose(message, version) {
+    if (this.isAnswering) return;
+    choose(this.talk, this.talk.messages.indexOf(message), version);
+    this.save(this.talk);
+    this.drawLog();
+  }
+
+  stop() { this.runs.get(this.talk)?.stop(); }
+
+  escape() {
+    if (!isWide.matches && this.root.classList.contains("has-side")) this.toggleSide(false);
+    else if (!this.options.panel.hidden && this.options.panel.contains(document.activeElement)) this.options.toggle(false);
+    else this.stop();
+  }
+
+  announce({ end, error, facts }) {
+    this.news.textContent = error ? `The answer failed: ${error.words}` : end === "stopped" ? "The answer was stopped." : `The answer is finished: ${facts.find((each) => /tokens?$/.test(each)) ?? ""}`;
+  }
+
+  // --- drawing
+
+  viewOf(message) { return this.views.find((view) => view.message === message); }
+
+  drawLog() {
+    const { messages } = this.talk;
+    const waiting = this.options.mustLoad ? "Waiting for the model to be loaded" : "Waiting for the first token";
+    this.views = messages.map((message, index) => {
+      const isLast = index === messages.length - 1;
+      return new Message(message, this.acts, { isLast, isBusy: isLast && this.isAnswering, waiting });
+    });
+    this.column.replaceChildren(...this.views.map(({ element }) => element));
+    if (!messages.length) this.column.append(this.hello());
+    this.toEnd();
+    this.drawAround();
+  }
+
+  hello() {
+    const ideas = IDEAS.map((words) => h("button", { type: "button", onclick: () => { this.input.value = words; this.grow(); this.input.focus(); } }, words));
+    return h("div.hello", {}, h("img", { src: "dashboard/files/icon.svg", alt: "", width: 44, height: 44 }), h("p.lead", {}, "What would you like to know?"),
+      h("div.ideas", {}, ...ideas), h("p.faint", {}, "What you write goes to this server and nowhere else. Conversations are kept in this browser."));
+  }
+
+  // All but the messages: the list, the title, the button, and the lines that say what is set.
+  drawAround(error = null) {
+    this.side.draw(this.talk);
+    this.title.textContent = this.title.title = this.talk.messages.length ? titleOf(this.talk) : "";
+    const words = this.isAnswering ? "Stop" : "Send";
+    if (this.button.ariaLabel !== words) {
+      this.button.replaceChildren(icon(this.isAnswering ? "stop" : "up"));
+      this.button.ariaLabel = this.button.title = words;
     }
-    answer.timeline = await timeline(response.headers.get("x-request-id"));
+    const used = this.talk.messages.findLast((message) => message.used)?.used;
+    const room = used && this.options.longest ? `${used.toLocaleString("en")} of ${this.options.longest.toLocaleString("en")} tokens` : "";
+    this.state.textContent = [this.options.summary() || "the model’s settings", room].filter(Boolean).join(" · ");
+    this.notice.hidden = !this.options.words;
+    const wantsKey = error?.status === 401 ? [" ", h("button", { type: "button", onclick: () => dispatchEvent(new Event("key-wanted")) }, "Enter a key")] : [];
+    this.notice.replaceChildren(this.options.words, ...wantsKey);
   }
 
-  say(words, wantsKey) {
-    this.log.querySelector(".notice")?.remove();
-    this.log.append(h("p.notice", { role: "status" }, words, " ", ...(wantsKey ? [h("button", { onclick: () => dispatchEvent(new Event("key-wanted")) }, "Enter a key")] : [])));
+  toggleSide(isOpen = !this.root.classList.contains("has-side")) {
+    this.root.classList.toggle("has-side", isOpen);
+    this.sideButton.ariaExpanded = String(isOpen);
   }
-}
 
-// The server keeps it a moment after the last byte is out.
-async function timeline(id) {
-  for (const wait of [50, 250, 1000]) {
-    await new Promise((done) => setTimeout(done, wait));
-    try {
-      return (await (await ask(`v1/requests/${encodeURIComponent(id)}/timeline`)).json()).segments;
-    } catch { /* not there yet, or not kept */ }
+  toEnd(isForced = false) {
+    if (isForced) this.follows = true;
+    if (this.follows) this.log.scrollTop = this.log.scrollHeight;
+    this.newest.hidden = this.follows;
   }
-  return null;
-}
 
-function bubble(message) {
-  const text = h("div.text");
-  const facts = h("p.facts-line");
-  const element = h(`article.${message.role}`, { ariaLabel: message.role === "user" ? "You" : "Model" }, text, facts);
-  let asked = false;
-  const draw = () => {
-    if (message.role === "user") text.textContent = message.content;
-    else text.replaceChildren(...(message.reasoning ? [h("details.reasoning", { open: !message.content }, h("summary", {}, "Reasoning"), message.reasoning)] : []), rendered(message.content));
-    const segments = message.timeline?.map(({ name, seconds: value }) => `${name} ${seconds(value)}`).join(", ");
-    facts.replaceChildren(message.facts?.join(" · ") ?? "", ...(segments ? [h("br"), h("span", {}, segments)] : []));
-  };
-  draw();
-  return { element, draw, drawSoon: (then) => {
-    if (asked) return;
-    asked = true;
-    requestAnimationFrame(() => { asked = false; draw(); then(); });
-  } };
-}
-
-function rendered(content) {
-  try {
-    return markdown(content);
-  } catch {
-    return h("p", {}, content); // nested without end: as it came
+  grow() {
+    this.input.style.height = "auto";
+    this.input.style.height = `${this.input.scrollHeight}px`;
   }
 }

@@ -21,12 +21,18 @@ export async function ask(path, { kind = "client", body, signal } = {}) {
   const method = body === undefined ? "GET" : "POST";
   const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (answer.ok) return answer;
-  if (answer.status === 401) throw new Refused(401, kind === "admin" ? "One of the server’s admin keys is needed." : "An API key is needed.");
+  if (answer.status === 401) throw new Refused(401, wordsOf(kind));
   let message = `${answer.status} ${answer.statusText}`;
   try {
     message = (await answer.json()).error.message;
   } catch { /* not in the server's words: a proxy, perhaps */ }
   throw new Refused(answer.status, message);
+}
+
+// A wrong key is another mistake than none.
+function wordsOf(kind) {
+  if (keys.get(kind)) return `The ${kind === "admin" ? "admin" : "API"} key that was entered is wrong: the server does not know it.`;
+  return kind === "admin" ? "One of the server’s admin keys is needed." : "An API key is needed.";
 }
 
 // The events of an answer, as [name, data].

@@ -7,7 +7,6 @@ loaded from elsewhere?
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,54 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from tests.support.harness import Server
+from tests.support.pages import PATIENCE, looking
 from tests.support.tiny_model import tiny_server, write_tiny_model
 
-PATIENCE = 60_000  # milliseconds
 LONG = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    executable = shutil.which("chromium")
-    assert executable, "make test-integration installs chromium"
-    with (
-        sync_playwright() as playwright,
-        playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"]) as running,
-    ):
-        yield running
-
-
-@pytest.fixture(scope="module")
-def open_server() -> Iterator[Server]:
-    with tiny_server(max_num_seqs=4) as running:
-        yield running.wait_ready()
-
-
-@pytest.fixture(scope="module")
-def governed_server() -> Iterator[Server]:
-    with tiny_server(max_num_seqs=4, api_keys="client", admin_keys="operator") as running:
-        yield running.wait_ready()
-
-
-@contextmanager
-def looking(browser: Browser, server: Server, path: str, *, allowed: str = "") -> Iterator[Page]:
-    """A page of its own. `allowed` is a part of what the console may complain of."""
-    context = browser.new_context(viewport={"width": 1280, "height": 720})
-    context.set_default_timeout(PATIENCE)
-    page = context.new_page()
-    complaints: list[str] = []
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(server.base_url + path)
-    yield page
-    context.close()
-    assert [each for each in complaints if not (allowed and allowed in each)] == []
-    assert [url for url in asked if not url.startswith((server.base_url, "data:", "blob:"))] == []
 
 
 @contextmanager
@@ -153,13 +111,15 @@ def test_a_feed_ends_when_the_server_stops() -> None:
 
 def test_without_a_key_the_page_shows_nothing(browser: Browser, governed_server: Server) -> None:
     with looking(browser, governed_server, "/dashboard#live", allowed="401") as page:
-        expect(page.locator("#live .notice")).to_contain_text("admin keys is needed", timeout=PATIENCE)
+        expect(page.locator("#live > .notice")).to_contain_text("admin keys is needed", timeout=PATIENCE)
         expect(page.locator("#live .view")).to_be_hidden()
         page.get_by_role("button", name="Enter a key").click()
         page.fill("#client-key", "client")
         page.fill("#admin-key", "client")
         page.get_by_role("button", name="Save").click()
-        expect(page.locator("#live .notice")).to_contain_text("admin keys is needed", timeout=PATIENCE)
+        expect(page.locator("#live > .notice")).to_contain_text(
+            "The admin key that was entered is wrong", timeout=PATIENCE
+        )
         page.get_by_role("button", name="Enter a key").click()
         page.fill("#admin-key", "operator")
         page.get_by_role("button", name="Save").click()
@@ -181,11 +141,11 @@ def test_clients_keys_open_no_feed_where_there_are_no_administrators() -> None:
         assert "admin_keys" in answer.json()["error"]["message"]
 
 
-def test_a_browser_arrives_at_the_page_and_programs_at_json(browser: Browser, open_server: Server) -> None:
+def test_a_browser_arrives_at_the_page_and_programs_at_a_text(browser: Browser, open_server: Server) -> None:
     with looking(browser, open_server, "/") as page:
         assert page.url.endswith("/dashboard")
     answer = open_server.client.get("/")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "There is nothing at '/'.")
+    assert (answer.status_code, answer.text) == (200, "Ollama is running")
 
 
 def test_files_are_asked_for_again_by_their_digest(open_server: Server) -> None:
@@ -198,62 +158,6 @@ def test_files_are_asked_for_again_by_their_digest(open_server: Server) -> None:
         assert (again.status_code, again.content) == (304, b"")
     for path in ("/dashboard/files/..%2f__init__.py", "/dashboard/files/frames.py", "/docs/files/LICENSE"):
         assert open_server.client.get(path).status_code == 404
-
-
-def test_chat_streams_stops_and_keeps_conversations(browser: Browser, open_server: Server) -> None:
-    with looking(browser, open_server, "/dashboard#chat") as page:
-        page.get_by_text("Settings").click()
-        page.get_by_label("max tokens").fill("8")
-        box = page.get_by_label("Message")
-        box.fill("Hello <img src=x onerror=alert(1)>")
-        box.press("Enter")
-        facts = page.locator("article.assistant .facts-line")
-        expect(facts.first).to_contain_text("first token", timeout=PATIENCE)
-        expect(facts.first).to_contain_text("prefill", timeout=PATIENCE)
-        expect(facts.first).to_contain_text("cached")
-        assert page.locator("article img").count() == 0
-        page.get_by_label("max tokens").fill("7000")
-        box.fill("Go on for ever")
-        box.press("Enter")
-        expect(page.get_by_role("button", name="Stop")).to_be_visible()
-        open_server.wait_until(lambda now: now.running == 1)
-        page.get_by_role("button", name="Stop").click()
-        expect(facts.nth(1)).to_contain_text("stopped", timeout=PATIENCE)
-        assert open_server.wait_idle().aborted >= 1
-        page.get_by_role("button", name="New conversation").first.click()
-        page.reload()
-        expect(page.locator(".conversations .name")).to_have_count(2)
-        page.locator(".conversations .name").nth(1).click()
-        expect(page.locator("article.user")).to_have_count(2)
-
-
-def test_two_tabs_keep_each_others_conversations(browser: Browser, open_server: Server) -> None:
-    def say(page: Page, words: str) -> None:
-        page.get_by_label("Message").fill(words)
-        page.get_by_label("Message").press("Enter")
-        expect(page.locator("article.assistant .facts-line").last).to_contain_text("token", timeout=PATIENCE)
-
-    old = {
-        "talks": [{"system": "", "messages": [{"role": "user", "content": "before"}]}],
-        "settings": {"max_tokens": 4},
-    }
-    with looking(browser, open_server, "/dashboard#chat") as first:
-        first.evaluate("old => localStorage.setItem('headrace-chats', JSON.stringify(old))", old)
-        first.reload()
-        expect(first.get_by_label("max tokens")).to_have_value("4")
-        second = first.context.new_page()
-        second.goto(open_server.base_url + "/dashboard#chat")
-        for page, words in ((first, "from the first"), (second, "from the second"), (first, "first again")):
-            page.get_by_role("button", name="New conversation").first.click()
-            say(page, words)
-        said = {"before", "from the first", "from the second", "first again"}
-        for page in (first, second):  # at once, and after a reload
-            for _ in range(2):
-                for words in said:
-                    expect(page.locator(".conversations .name", has_text=words)).to_have_count(1, timeout=PATIENCE)
-                page.reload()
-        second.locator(".conversations li", has_text="from the first").get_by_role("button", name="Delete").click()
-        expect(first.locator(".conversations .name", has_text="from the first")).to_have_count(0, timeout=PATIENCE)
 
 
 def test_rates_fall_to_none_on_an_idle_server(browser: Browser, open_server: Server) -> None:
@@ -279,79 +183,6 @@ def test_rates_fall_to_none_on_an_idle_server(browser: Browser, open_server: Ser
             [*busy, *idle],
         )
     assert rates[3] > rates[4] > rates[5] == 0, rates
-
-
-def test_markdown_becomes_elements_and_never_html(browser: Browser, open_server: Server) -> None:
-    source = (
-        "# Title\n\n**bold** and `a < b` and [good](https://example.com) and [bad](javascript:alert(1))\n\n"
-        "- one\n- two\n  - three\n\n```py\nx = '<script>'\n```\n\n| a | b |\n| - | - |\n| 1 | 2 |\n\n"
-        "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\n\n> quoted"
-    )
-    with looking(browser, open_server, "/dashboard") as page:
-        html = page.evaluate(
-            """async (source) => {
-                const { markdown } = await import("/dashboard/files/markdown.js");
-                const place = document.createElement("div");
-                place.append(markdown(source));
-                document.body.append(place);
-                return place.innerHTML;
-            }""",
-            source,
-        )
-        assert page.evaluate("window.hacked") is None
-    for expected in (
-        *("<h3>Title</h3>", "<strong>bold</strong>", "<code>a &lt; b</code>", 'href="https://example.com"'),
-        *("<li>one</li>", "<td>2</td>", "x = '&lt;script&gt;'", "<blockquote>", "[bad](javascript:alert(1)"),
-    ):
-        assert expected in html
-    assert "<script" not in html
-    assert "<img" not in html
-
-
-def test_markdown_takes_time_in_proportion_to_its_length(browser: Browser, open_server: Server) -> None:
-    """Runs of backticks that nothing closes, and other beginnings without an end: four times the text, and less than
-    three times that for the noise. It was 64 times the time, and a minute."""
-    with looking(browser, open_server, "/dashboard") as page:
-        ratios = page.evaluate(
-            """async () => {
-                const { markdown } = await import("/dashboard/files/markdown.js");
-                const ticks = (index) => "`".repeat(index % 90 + 1) + "a";
-                const seconds = (text) => {
-                    const began = performance.now();
-                    markdown(text);
-                    return performance.now() - began;
-                };
-                const kinds = [
-                    (count) => Array.from({ length: count }, (_, index) => ticks(index)).join(" "),
-                    (count) => "`".repeat(20 * count),
-                    (count) => "[".repeat(count),
-                    (count) => "**a [".repeat(count) + "|",
-                ];
-                return kinds.map((kind) => {
-                    const least = (text) => Math.min(...[1, 2, 3].map(() => seconds(text)));
-                    return least(kind(16000)) / Math.max(least(kind(4000)), 1);
-                });
-            }"""
-        )
-    assert max(ratios) < 12, ratios
-
-
-def test_code_is_what_a_run_of_as_many_backticks_closes(browser: Browser, open_server: Server) -> None:
-    source = "``a ` b`` and `c ** d` and **e** and ```f and `g` and \\* and ~~h~~ and *i* and __j `k` l__"
-    with looking(browser, open_server, "/dashboard") as page:
-        html = page.evaluate(
-            """async (source) => {
-                const { markdown } = await import("/dashboard/files/markdown.js");
-                const place = document.createElement("div");
-                place.append(markdown(source));
-                return place.innerHTML;
-            }""",
-            source,
-        )
-    assert html == (
-        "<p><code>a ` b</code> and <code>c ** d</code> and <strong>e</strong> and ```f and <code>g</code> and * and "
-        "<s>h</s> and <em>i</em> and <strong>j <code>k</code> l</strong></p>"
-    )
 
 
 def test_docs_try_it_works_with_keys(browser: Browser, governed_server: Server) -> None:
@@ -468,5 +299,4 @@ def test_several_models_are_shown_with_their_states_loaded_and_unloaded(browser:
         row.get_by_role("button", name="unload second").click()
         expect(row).to_contain_text("unloaded", timeout=PATIENCE)
         page.goto(server.base_url + "/dashboard#chat")
-        page.get_by_text("Settings").click()
         expect(page.get_by_label("Model", exact=True).locator("option")).to_have_count(2)

@@ -50,6 +50,13 @@ def total_memory(root: Path = _ROOT) -> int:
     return min(limits)
 
 
+def process_memory(pid: int, root: Path = _ROOT) -> int | None:
+    """Return the bytes of a process's pages, where those that processes share count in part for each; None if the
+    system does not say."""
+    lines = (line.split() for line in _read(root / f"proc/{pid}/smaps_rollup").splitlines())
+    return next((int(words[1]) * 1024 for words in lines if words[0] == "Pss:"), None)
+
+
 def processor_flags(root: Path = _ROOT) -> frozenset[str]:
     """Return the processor's features by their names in /proc/cpuinfo: "avx2", "avx512_bf16"."""
     for line in _read(root / "proc/cpuinfo").splitlines():

@@ -44,7 +44,7 @@ from gpu.checkpoint import (
     weight_paths,
 )
 from gpu.checkpoint.config import MAX_CHAT_TEMPLATE
-from gpu.host import cuda_devices, usable_cores
+from gpu.host import cuda_devices, process_memory, usable_cores
 from protocol.scoring.answers import LabelSet
 from protocol.syntax.registry import end_tokens
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_MEMORY = 160 * 2**20  # bytes of an engine's process, and of its tokenizer here, besides weights and KV cache
+TOKENIZER_MEMORY = 64 * 2**20  # bytes of a model's tokenizer and grammars in the server's process
 STORED_SHARE = {"none": 1.0, "int8": 0.55, "int4": 0.3}  # of a file's bytes, by the setting `quantization`
 LAYOUT_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 ENGINE_MODULE = "app.serving.engine_main"  # tests replace it by one with faults
@@ -93,6 +94,16 @@ def expected_memory(settings: Settings, files: ModelFiles) -> int:
     weights = int(weights * STORED_SHARE[settings.quantization])
     engine = weights + (settings.kv_cache_memory or 0) + settings.num_ranks * ENGINE_MEMORY
     return engine * settings.data_parallel_size
+
+
+def measured_memory(settings: Settings, client: EngineClient, compute_form: str) -> int | None:
+    """Return the bytes that a loaded model takes; None unless one process of its own computes it, on CPUs. Its KV cache
+    counts as a whole: the system commits the pages when they are written, later."""
+    pid = getattr(client, "pid", None)
+    if pid is None or settings.has_rank_processes or not compute_form.startswith("cpu"):
+        return None
+    engine = process_memory(pid)
+    return None if engine is None else engine + (settings.kv_cache_memory or 0) + TOKENIZER_MEMORY
 
 
 def _read_template(path: Path) -> str:

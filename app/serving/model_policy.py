@@ -1,6 +1,7 @@
 """The policy of a server of several models: it decides which are in memory, without I/O or a clock of its own.
 
-1. A model is loaded for its first request. The memory of all loaded models together never exceeds the limit.
+1. A model is loaded for its first request. The memory of all loaded models together never exceeds the limit; if one
+   turns out to take more than was expected, models without requests make room for it.
 2. Only a model without requests is unloaded, the least recently used first, and never a pinned one. A model stays for a
    minimum residence, so that two models that take turns do not spend their time loading.
 3. Requests for a model that is not loaded wait in the order of their arrival. While the first of them lacks room and
@@ -185,11 +186,18 @@ class ModelPolicy(Generic[M]):
         for waiter in [each for each in self.waiting if each.model.is_open]:
             self.waiting.remove(waiter)
             self._admit(waiter)
-        for model in self.models.values():
+        over = self.used - self._leaving - self.limit  # where a loaded model takes more than was expected
+        for model in sorted(self.models.values(), key=lambda each: each.last_used):
             is_idle = model.state is ModelState.LOADED and not model.in_use and not model.pinned
-            if is_idle and now >= model.last_used + model.idle_unload:
+            if is_idle and (over > 0 or now >= model.last_used + model.idle_unload):
                 self.unload(model, changes)
+                over -= model.need or 0
         return changes
+
+    @property
+    def _leaving(self) -> int:
+        """The bytes of models that are being unloaded."""
+        return sum(each.need or 0 for each in self.models.values() if each.state is ModelState.UNLOADING)
 
     def _admit(self, waiter: Waiter[M]) -> None:
         waiter.is_admitted = True
@@ -213,7 +221,7 @@ class ModelPolicy(Generic[M]):
 
     def _free(self, waiter: Waiter[M], lacking: int, now: float, changes: Changes[M]) -> None:
         """Unload models until `lacking` bytes are free, or close those that cannot go yet."""
-        lacking -= sum(each.need or 0 for each in self.models.values() if each.state is ModelState.UNLOADING)
+        lacking -= self._leaving
         candidates = [
             each
             for each in self.models.values()

@@ -230,6 +230,7 @@ class ModelServer(PooledModel):
             label_set,
             make_client,
             make_grammar_compiler,
+            measured_memory,
             tokenizer_info,
         )
         from engine.frontend.async_llm import AsyncLLM
@@ -277,7 +278,9 @@ class ModelServer(PooledModel):
                     "chat_parameters": self._model.chat_parameters,
                 }
                 collect_seldom()
-                on_loaded(self.need or expected_memory(self.settings, files))
+                form = engine_info.facts.compute_form
+                measured = await to_thread.run_sync(measured_memory, self.settings, client, form)
+                on_loaded(measured or self.need or expected_memory(self.settings, files))
                 error = await llm.wait_dead()
             finally:
                 self._model = None

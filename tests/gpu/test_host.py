@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpu.host import available_memory, cuda_devices, has_bfloat16_instructions, usable_cores
+from gpu.host import available_memory, cuda_devices, has_bfloat16_instructions, process_memory, usable_cores
 
 GIB = 2**30
 
@@ -75,6 +75,13 @@ def test_bfloat16_is_recognized_by_the_processors_flags(tmp_path: Path):
     assert not has_bfloat16_instructions(write(tmp_path, {"proc/cpuinfo": "flags : fpu avx512f avx512_bf16x"}))
     assert has_bfloat16_instructions(write(tmp_path, {"proc/cpuinfo": "processor : 0\nflags : fpu avx512_bf16 sse"}))
     assert has_bfloat16_instructions(write(tmp_path, {"proc/cpuinfo": "Features : fp asimd bf16"}))
+
+
+def test_a_process_counts_with_its_share_of_common_pages(tmp_path: Path):
+    rollup = "5567-7ffe ---p 00000000 00:00 0 [rollup]\nRss:  300 kB\nPss:  200 kB\nPss_Anon: 1 kB"
+    write(tmp_path, {"proc/7/smaps_rollup": rollup})
+    assert process_memory(7, tmp_path) == 200 * 1024
+    assert process_memory(8, tmp_path) is None
 
 
 def test_cuda_devices_are_those_that_are_visible(tmp_path: Path, monkeypatch):

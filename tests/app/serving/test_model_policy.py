@@ -148,6 +148,21 @@ def test_the_least_recently_used_model_goes_first() -> None:
     assert world.policy.models["0"].state is ModelState.LOADED
 
 
+def test_idle_models_make_room_for_one_that_takes_more_than_was_expected() -> None:
+    policy: ModelPolicy[PooledModel] = ModelPolicy(10)
+    policy.models = {name: PooledModel(name, pinned=name == "pinned") for name in ("pinned", "old", "recent", "large")}
+    needs = {"pinned": 1, "old": 2, "recent": 2, "large": 5}
+    for now, (name, need) in enumerate(needs.items()):
+        policy.models[name].need = need
+        policy.loaded(policy.models[name], float(now), need, 1.0)
+    assert policy.plan(4.0).unload == []
+    policy.loaded(policy.models["large"], 5.0, 7, 1.0)
+    assert policy.plan(5.0).unload == [policy.models["old"]]
+    assert policy.plan(5.0).unload == [], "it is on its way out"
+    policy.unloaded(policy.models["old"])
+    assert policy.used == 10
+
+
 @pytest.mark.parametrize("load", [1.0, 8.0])
 def test_two_models_that_take_turns_are_swapped_seldom(load: float) -> None:
     """One request each second, in turns: without a residence there would be a load for each."""

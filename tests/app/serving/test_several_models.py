@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from app.serving.loading import TOKENIZER_MEMORY
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
+from gpu.host import process_memory
 from tests.support.harness import MODEL, Server
 from tests.support.serve_command import ServeCommand
 from tests.support.tiny_model import CONFIG, write_tiny_model
@@ -123,6 +125,14 @@ def test_figures_have_the_names_of_the_models(server: Server) -> None:
     assert page.count("\nprocess_resident_memory_bytes ") == 1
 
 
+def test_the_memory_of_a_loaded_model_is_that_of_its_engine_with_the_whole_kv_cache(server: Server) -> None:
+    server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1, "model": "one"})
+    (card,) = (each for each in server.client.get("/v1/models").json()["data"] if each["id"] == "one")
+    measured = [process_memory(pid) or 0 for pid in engines(server)]
+    kv_cache = 64 * MIB
+    assert any(abs(card["memory"] - kv_cache - TOKENIZER_MEMORY - each) < 16 * MIB for each in measured)
+
+
 def test_a_response_is_continued_by_another_model(server: Server) -> None:
     first = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2, "model": "one"}).json()
     more = {"input": "And?", "max_output_tokens": 2, "model": "two", "previous_response_id": first["id"]}
@@ -154,7 +164,7 @@ def test_the_folder_is_read_again(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
-    with several(folder, memory=f"{2 * 225 * MIB}") as server:
+    with several(folder, memory="750MiB") as server:
         server.wait_ready()
         for name in ("one", "two", "three"):
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": name}).status_code == 200

@@ -532,12 +532,12 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
                 code, record.message = _error_in(data)
                 record.error = f"error event {code}".rstrip()
                 continue
-            choices = event.get("choices")
-            if choices:
-                text, is_piece = _text_of(choices[0])
-                finished = finished or choices[0].get("finish_reason") is not None
+            for choice in event.get("choices") or ():
+                text, is_piece = _text_of(choice)
+                finished = finished or choice.get("finish_reason") is not None
                 if is_piece:
                     record.token_times.append(moment)
+                    record.token_choices.append(_count(choice.get("index")))
                     texts.append(text)
             if usage := event.get("usage"):
                 record.num_prompt_tokens = _count(usage.get("prompt_tokens")) or record.num_prompt_tokens

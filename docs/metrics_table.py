@@ -23,6 +23,7 @@ UNNAMED = {
     "vllm:iteration_tokens_total": "tokens",
     "vllm:lora_requests_info": "Unix time",
     "vllm:prefix_cache_queries": "tokens",
+    "vllm:request_params_max_tokens": "tokens",
     "vllm:prefix_cache_hits": "tokens",
     "process_start_time_seconds": "Unix time",
     "headrace:expert_imbalance": "times the mean",

@@ -62,6 +62,8 @@ class Driver:
         on_answer: Callable[[RequestRecord], None] = lambda _: None,
     ) -> None:
         self.figures = ClientFigures()
+        self.stopped_by = 0  # the signal that ended the run early
+        self._sending: asyncio.Task[None] | None = None
         self._pool = pool
         self._path = path
         self._fields = fields | {"stream": True, "stream_options": {"include_usage": True}}
@@ -73,7 +75,8 @@ class Driver:
         self._to_read: asyncio.Queue[tuple[Exchange, RequestRecord, asyncio.Future[None]]] = asyncio.Queue()
 
     async def run(self, workload: Sequence[WorkloadRequest]) -> list[RequestRecord]:
-        """Send everything and return a record of each request, in the order of the workload.
+        """Send everything and return a record of each request, in the order of the workload; after `stop`, of those
+        that have ended.
 
         Raises SettingsError if the server does not accept connections.
         """
@@ -91,16 +94,26 @@ class Driver:
                 self._slots.put_nowait(began)
             async with asyncio.TaskGroup() as helpers:
                 own = [helpers.create_task(self._read_answers()), helpers.create_task(self._watch_loop())]
-                async with asyncio.TaskGroup() as group:
-                    for talk, body in zip(talks, bodies, strict=True):
-                        due = began + (talk[0][0].arrival or 0.0)
-                        # Sleep even if the request is late already, so that answers that have arrived are read first.
-                        await asyncio.sleep(max(0.0, due - perf_counter()))
-                        group.create_task(self._converse(talk, body, due))
+                self._sending = helpers.create_task(self._send_all(talks, bodies, began))
+                await asyncio.wait([self._sending])
                 for helper in own:
                     helper.cancel()
             self.figures.cpu_share = (time.process_time() - cpu) / (perf_counter() - began)
-        return [record for _, record in turns]
+        return [record for _, record in turns if record.end_time or not self.stopped_by]
+
+    def stop(self, signal: int) -> None:
+        """End the run early, because of a signal. Requests in flight are given up."""
+        self.stopped_by = signal
+        if self._sending is not None:
+            self._sending.cancel()
+
+    async def _send_all(self, talks: Sequence[list[Turn]], bodies: Sequence[bytes], began: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for talk, body in zip(talks, bodies, strict=True):
+                due = began + (talk[0][0].arrival or 0.0)
+                # Sleep even if the request is late already, so that answers that have arrived are read first.
+                await asyncio.sleep(max(0.0, due - perf_counter()))
+                group.create_task(self._converse(talk, body, due))
 
     async def _converse(self, talk: list[Turn], body: bytes, due: float) -> None:
         said: list[str] = []

@@ -6,10 +6,16 @@ import asyncio
 import json
 import math
 import os
+import platform
+import re
+import shlex
+import signal
+import sys
 import time
 import uuid
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -25,6 +31,7 @@ from app.simulate.driver import simulate
 from app.simulate.machine import Machine, machine_of, read_machine
 from app.workload.datasets import WorkloadRequest, add_workload_flags, check_positive, workload
 from app.workload.report import METRICS, RequestRecord, output_file, parse_goodput, per_request, statistics, summarize
+from gpu.host import processor_name, usable_cores
 
 # The path that each of vLLM's backends calls. Both are OpenAI's API, which many servers offer.
 ENDPOINTS = {
@@ -95,6 +102,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Kept with the result.")
     add("--label", help="Prefix of the file name. Default: the backend.")
     add("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
+    add("--compare", type=Path, metavar="FILE", help="Show an earlier run beside this one: a file of --save-result.")
     add("--predict", nargs="?", const="", metavar="FILE",
         help="Add the simulator's figures for the same workload. Step costs come from /server_info, read with the "
         "key in HEADRACE_ADMIN_KEYS, or from a file.")  # fmt: skip
@@ -116,16 +124,16 @@ def run(**given: Any) -> int:
         records, metrics=check.metrics, percentiles=check.percentiles, slo=check.slo, began=more.pop("began")
     )
     result |= more
-    if simulated is not None:
+    if simulated is not None and "stopped_by" not in result:
         machine, settings = simulated
         result |= predict(requests, machine, settings, result, options.max_concurrency)
-    print_result(result)
+    print_result(result, check.beside)
     if options.html:
-        options.html.write_text(page(result, records), encoding="utf-8")
+        options.html.write_text(page(result, records, check.beside), encoding="utf-8")
         print(f"Plots: {options.html}")
     if options.save_result or options.append_result or options.save_detailed:
         print(f"Result: {_save(options, result | (per_request(records) if options.save_detailed else {}))}")
-    return 0 if result["completed"] else 1
+    return 128 + result["stopped_by"] if "stopped_by" in result else 0 if result["completed"] else 1
 
 
 class _Checked:
@@ -146,11 +154,9 @@ class _Checked:
             raise SettingsError(
                 f"--metric-percentiles: got {options.metric_percentiles}; allowed: 0 to 100, such as 50,90,99"
             )
-        if options.extra_body.get("n") not in (None, 1):
-            raise SettingsError(
-                f"--extra-body: got n={options.extra_body['n']!r}; allowed: 1, because "
-                "inter-token latency is measured on one answer"
-            )
+        if options.predict is not None and options.extra_body.get("n") not in (None, 1):
+            raise SettingsError(f"--extra-body: got n={options.extra_body['n']!r}; allowed with --predict: 1")
+        self.beside = None if options.compare is None else _read_result(options.compare)
         if options.max_concurrency is not None:
             check_positive(options, "max_concurrency")
         if not 0 < options.request_timeout < math.inf:
@@ -200,9 +206,15 @@ async def _measure(
         warmups = [replace(requests[0], arrival=0.0)] * options.num_warmups
         await Driver(pool, path, fields, max_concurrency=options.max_concurrency).run(warmups)
     driver = Driver(pool, path, fields, max_concurrency=options.max_concurrency, id_prefix=prefix, on_answer=on_answer)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(RuntimeError, ValueError):  # not the main thread
+            asyncio.get_running_loop().add_signal_handler(number, driver.stop, number)
     records = await driver.run(requests)
+    version = await pool.get_json("/version")
     more = (
         {"model_id": model, "began": driver.figures.began}
+        | ({"stopped_by": driver.stopped_by} if driver.stopped_by else {})
+        | {"server": f"{url}, version {version.get('version')}" if isinstance(version, dict) else url}
         | driver.figures.summary()
         | await compare_with_server(pool, records)
     )
@@ -240,6 +252,8 @@ def _conditions(options: Namespace, check: _Checked) -> dict[str, Any]:
         names += ["ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"]
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
+        "command": _command_line(options.header),
+        "machine": f"{processor_name() or platform.machine()}, {usable_cores()} cores, load {os.getloadavg()[0]:.1f}",
         **dict.fromkeys(("endpoint_type", "backend"), options.backend),
         "label": options.label,
         "tokenizer_id": options.tokenizer,
@@ -247,6 +261,27 @@ def _conditions(options: Namespace, check: _Checked) -> dict[str, Any]:
         "request_rate": options.request_rate if options.request_rate < math.inf else "inf",
         **{name: getattr(options, name) for name in names},
     }
+
+
+def _command_line(headers: Sequence[str]) -> str:
+    """Return the command line, without what may be secret: values of headers, and passwords in URLs."""
+    words = []
+    for word in sys.argv[1:]:
+        name, found, _ = word.partition("=") if word in headers else word.partition("\0")
+        if word.startswith("--header="):
+            name, found = word.rpartition("=")[0], "="
+        words.append(re.sub("://[^/@]*@", "://...@", f"{name}=..." if found else word))
+    return shlex.join(["headrace", *words])
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        if result["failure_messages"] is not None:
+            return result
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise SettingsError(f"--compare: got {path}; allowed: a file that --save-result has written")
 
 
 def _save(options: Namespace, result: dict[str, Any]) -> Path:
@@ -356,5 +391,5 @@ async def compare_with_server(pool: ConnectionPool, records: Sequence[RequestRec
         return {}
     result: dict[str, Any] = {"timelines_compared": compared, "timelines_with_other_token_counts": disagreeing}
     for name, values in (overheads | {f"server_{name}": values for name, values in segments.items()}).items():
-        result |= statistics(name, values, (50, 99))
+        result |= statistics(name, values)
     return result

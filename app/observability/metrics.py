@@ -66,6 +66,7 @@ WAIT_ERROR_BUCKETS: Final = (
     *(-60.0, -30.0, -20.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1),
     *(0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
 )
+COUNT_BUCKETS: Final = (0, 1, 2, 5, 10, 20)
 STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 K = TypeVar("K", bound=str)
@@ -150,6 +151,13 @@ class Metrics(Observer):
         self._request_output = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
         text = "Output tokens of the longest choice of a request."
         self._request_longest = histogram("request_max_num_generation_tokens", text, TOKEN_BUCKETS)
+        text = "Prompt tokens of a request that were computed, and not cached."
+        self._request_computed = histogram("request_prefill_kv_computed_tokens", text, TOKEN_BUCKETS)
+        text = "Times that a request was put back to make room."
+        self._request_preemptions = histogram("request_num_preemptions", text, COUNT_BUCKETS)
+        self._params_n = histogram("request_params_n", "The parameter n of a request.", COUNT_BUCKETS)
+        text = "The limit of output tokens that a request sets, of those that set one."
+        self._params_max_tokens = histogram("request_params_max_tokens", text, TOKEN_BUCKETS)
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
 
         self._finished = by("finished_reason", "request_success", "Requests that ended, by reason.", FinishReason)
@@ -373,6 +381,11 @@ class Metrics(Observer):
         self._request_output.observe(finished.output_tokens)
         self._request_longest.observe(finished.longest_output)
         self._e2e.observe(finished.e2e_seconds)
+        self._request_computed.observe(finished.prompt_tokens - finished.cached_tokens)
+        self._request_preemptions.observe(finished.num_preemptions)
+        self._params_n.observe(finished.num_choices)
+        if finished.max_tokens:
+            self._params_max_tokens.observe(finished.max_tokens)
         if finished.cached_tokens:
             self._cached_tokens.inc(finished.cached_tokens)
         if finished.queue_seconds is not None:

@@ -35,7 +35,8 @@ h1 { font-size: 1.4rem; } figure { display: inline-block; margin: 0 1rem 1.5rem 
 figcaption { font-weight: 600; } small, .doubt, text { color: var(--dim); fill: var(--dim); font-size: 12px; }
 table { display: inline-block; vertical-align: top; margin: 0 2rem 1rem 0; }
 td { padding: 0 1.2rem 0 0; vertical-align: top; font-variant-numeric: tabular-nums; }
-.doubt { color: var(--red); font-size: 14px; }
+.doubt { color: var(--red); font-size: 14px; border: 1px solid; border-radius: 4px; padding: .4rem .8rem; }
+.figures td + td { text-align: right; } .before { stroke-dasharray: 4 3; opacity: .6; }
 svg { max-width: 100%; height: auto; } .rule { stroke: var(--rule); } .line { stroke: var(--blue); fill: none;
 stroke-width: 1.5; } .dot { fill: var(--blue); fill-opacity: .55; } .bad { stroke: var(--red); stroke-width: 1.5; }
 """
@@ -53,10 +54,11 @@ class Plot(NamedTuple):
     kind: Literal["line", "dots"] = "line"
     log_x: bool = False
     marks: Sequence[float] = ()
+    beside: Sequence[Point] = ()  # a line of an earlier run
 
 
-def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
-    """Return an HTML page that loads no other file."""
+def page(result: dict[str, Any], records: Sequence[RequestRecord], beside: dict[str, Any] | None = None) -> str:
+    """Return an HTML page that loads no other file. The other result is of an earlier run."""
     done = [record for record in records if not record.error]
     failed = [record for record in records if record.error]
     began = min((record.scheduled_time for record in records), default=0.0)
@@ -64,17 +66,24 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
     answers = [(r.start_time - began, 1e3 * r.ttft) for r in done]
     open_requests = [(time - began, float(number)) for time, number in concurrency(records)]
     plots = [
-        _distribution(f"{NAMES['ttft']}, distribution", [1e3 * r.ttft for r in done]),
-        _distribution(f"{NAMES['itl']}, distribution", [1e3 * gap for r in done for gap in r.itls]),
+        _distribution(f"{NAMES['ttft']}, distribution", [r.ttft for r in done], (beside or {}).get("ttfts", ())),
+        _distribution(
+            f"{NAMES['itl']}, distribution",
+            [gap for r in done for gap in r.itls],
+            [gap for gaps in (beside or {}).get("itls", ()) for gap in gaps],
+        ),
         Plot(f"{NAMES['ttft']} by when it was sent", "s", "ms", answers, "dots", marks=missing),
         Plot("Output tokens per second", "s", "tok/s", _rates(done, began), marks=missing),
         Plot("Concurrent requests", "s", "", _steps(open_requests), marks=missing),
     ]
     totals = f"{result['completed']:,} answered, {result['refused']:,} refused, {result['failed']:,} failed in all"
-    rows = "".join(f"<tr><td>{escape(name)}<td>{escape(value)}" for name, value in facts_of(result))
-    rows += "</table><table>" + "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells) for cells in latencies_of(result)
+    facts = facts_beside(result, beside)
+    facts += [[name.capitalize(), str(result[name])] for name in ("server", "machine", "command") if name in result]
+    rows, figures = (
+        "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells) for cells in table)
+        for table in (facts, latencies_beside(result, beside))
     )
+    rows += f'</table><table class="figures">{figures}'
     doubts = "".join(f'<p class="doubt">{escape(doubt)}' for doubt in doubts_of(result))
     title = escape(f"{result.get('model_id', '')}, {result.get('date', '')}")
     figures = "".join(
@@ -87,11 +96,13 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord]) -> str:
     )
 
 
-def _distribution(title: str, values: Sequence[float]) -> Plot:
-    """Return the cumulative distribution of the values."""
-    ordered = sorted(values)
-    points = [(max(value, 0.1), 100 * (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)]
-    return Plot(title, "ms", "% at most", points, log_x=True)
+def _distribution(title: str, seconds: Sequence[float], beside: Sequence[float]) -> Plot:
+    """Return the cumulative distribution of latencies, and of those of an earlier run."""
+    one, other = (
+        [(max(1e3 * value, 0.1), 100 * (rank + 1) / len(values)) for rank, value in enumerate(sorted(values))]
+        for values in (seconds, beside)
+    )
+    return Plot(title, "ms", "% at most", one, log_x=True, beside=other)
 
 
 def _rates(records: Sequence[RequestRecord], began: float) -> list[Point]:
@@ -112,9 +123,9 @@ def _steps(points: Sequence[Point]) -> list[Point]:
 
 
 def _svg(plot: Plot) -> str:
-    points = plot.points[:: len(plot.points) // MAX_POINTS + 1]
-    xs = [x for x, _ in points] + list(plot.marks) or [0.0]
-    low, high = (min(xs), max(xs)) if plot.log_x else (0.0, max(xs))
+    points, beside = (line[:: len(line) // MAX_POINTS + 1] for line in (plot.points, plot.beside))
+    xs = [x for x, _ in (*points, *beside)] + list(plot.marks) or [0.0]
+    low, high = (min(xs), max(xs)) if plot.log_x else (0.0, _nice(max(xs) or 1.0))
     top = max((y for _, y in points), default=0.0) or 1.0
     if plot.log_x:
         low, high = 10 ** math.floor(math.log10(low or 1e-3)), 10 ** math.ceil(math.log10(high or 1.0))
@@ -140,11 +151,16 @@ def _svg(plot: Plot) -> str:
     parts.append(f'<text x="{WIDTH}" y="{HEIGHT - 6}" text-anchor="end">{plot.x_name}</text>')
     parts.append(f'<text x="0" y="12">{plot.y_name}</text>')
     if plot.kind == "line":
-        path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)
-        parts.append(f'<polyline class="line" points="{path}"/>')
+        for style, line in (("line", points), ("line before", beside)):
+            path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line)
+            parts.append(f'<polyline class="{style}" points="{path}"/>')
     else:
         parts += [f'<circle class="dot" cx="{across(x):.1f}" cy="{down(y):.1f}" r="2"/>' for x, y in points]
     floor = HEIGHT - BOTTOM
+    for number, percent in enumerate((50, 90, 99) if plot.log_x and plot.points else ()):
+        x = next(x for x, y in plot.points if y >= percent)
+        parts.append(f'<path class="rule" d="M{across(x):.1f} {TOP}V{floor}"/>')
+        parts.append(f'<text x="{across(x) + 3:.1f}" y="{floor - 6 - 14 * number}">p{percent} {x:,.4g}</text>')
     parts += [f'<path class="bad" d="M{across(x):.1f} {floor}v-8"/>' for x in list(plot.marks)[:MAX_POINTS]]
     return "".join(parts) + "</svg>"
 
@@ -152,7 +168,7 @@ def _svg(plot: Plot) -> str:
 def _nice(value: float) -> float:
     """Return the next round number."""
     power = 10 ** math.floor(math.log10(value))
-    return next(step * power for step in (1.0, 2.0, 4.0, 5.0, 8.0, 10.0) if step * power >= value * 0.999999)
+    return next(step * power for step in (1.0, 1.2, 1.6, 2.0, 4.0, 8.0, 12.0) if step * power >= value * 0.999999)
 
 
 # -------------------------------------------------------------------------------------------------------------- display
@@ -202,17 +218,17 @@ def progress(num_requests: int, *, shown: bool = True) -> Iterator[Callable[[Req
         sys.setswitchinterval(before)
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """Print the tables of a run and its warnings."""
+def print_result(result: dict[str, Any], beside: dict[str, Any] | None = None) -> None:
+    """Print the tables of a run and its warnings, with those of an earlier run."""
     console = Console()
     console.width = max(console.width, 100)  # files and pipes too: the tables need 100 columns
     facts = Table(show_header=False, box=None, padding=(0, 2))
-    for name, value in facts_of(result):
-        facts.add_row(name, value)
+    for row in facts_beside(result, beside):
+        facts.add_row(*row)
     console.print(facts)
     if not result["completed"]:
         return
-    title, *columns = (rows := latencies_of(result))[0]
+    title, *columns = (rows := latencies_beside(result, beside))[0]
     latencies = Table(title, box=None, padding=(0, 2), header_style="bold")
     for column in columns:
         latencies.add_column(column, justify="right")
@@ -228,11 +244,28 @@ def print_result(result: dict[str, Any]) -> None:
         console.print(doubt, style="yellow", highlight=False)
 
 
-def latencies_of(result: dict[str, Any]) -> list[list[str]]:
+def facts_beside(result: dict[str, Any], beside: dict[str, Any] | None) -> list[list[str]]:
+    """Return a row for each fact of the result, with that of an earlier run if there is one."""
+    if beside is None:
+        return [[name, value] for name, value in facts_of(result)]
+    earlier = dict(facts_of(beside))
+    rows = [[name, value, earlier.get(name, "")] for name, value in facts_of(result)]
+    return [["", str(result.get("date", "")), f"before: {beside.get('date', '')}"], *rows]
+
+
+def latencies_beside(result: dict[str, Any], beside: dict[str, Any] | None) -> list[list[str]]:
+    """Return the rows of `latencies_of`, each followed by that of an earlier run if there is one."""
+    titles, *rows = latencies_of(result)
+    earlier = {} if beside is None else {row[0]: row for row in latencies_of(beside, titles[1:])[1:]}
+    pairs = [[row, ["  before", *earlier[row[0]][1:]]] if row[0] in earlier else [row] for row in rows]
+    return [titles, *(row for pair in pairs for row in pair)]
+
+
+def latencies_of(result: dict[str, Any], columns: Sequence[str] = ()) -> list[list[str]]:
     """Return a row of titles and a row for each latency of the result."""
     suffix = next((f"_{name}_ms" for name in NAMES if f"mean_{name}_ms" in result), "_ms")
     percents = [key.removesuffix(suffix) for key in result if re.fullmatch(rf"p[\d.]+{suffix}", key)]
-    columns = ["mean", "std", "median", *(percent for percent in percents if percent != "p50")]
+    columns = columns or ["mean", "std", "median", *(percent for percent in percents if percent != "p50")]
     titles = NAMES | {f"server_{name}": f"  server: {name}" for name in SEGMENTS} | OF_THE_CLIENT
     rows = [["ms", *columns]]
     for name, title in titles.items():
@@ -257,9 +290,9 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("Prompt tokens", f"{result['total_input_tokens']:,}, {result['total_cached_tokens']:,} of them cached"),
         ("Output tokens", f"{result['total_output_tokens']:,}"),
         ("Requests/s", f"{result['request_throughput']:.2f}"),
-        ("Output tokens/s", f"{result['output_throughput']:,.1f}, {result['max_output_tokens_per_s']:,.0f} at best"),
-        ("All tokens/s", f"{result['total_token_throughput']:,.1f}"),
-        ("Concurrent requests", f"at most {result['max_concurrent_requests']:,}"),
+        ("Output tokens/s", f"{result['output_throughput']:,.1f}, peak {result['max_output_tokens_per_s']:,.0f}"),
+        ("Total tokens/s", f"{result['total_token_throughput']:,.1f}"),
+        ("Peak concurrency", f"{result['max_concurrent_requests']:,} requests"),
     ]
     if result["request_goodput"] is not None:
         facts.append(("Goodput, requests/s", f"{result['request_goodput']:.2f}"))
@@ -269,6 +302,15 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
 def doubts_of(result: dict[str, Any]) -> list[str]:
     """Return warnings about the figures."""
     doubts = []
+    if "stopped_by" in result:
+        left_out = result.get("num_prompts", 0) - result["completed"] - result["failed"]
+        doubts.append(f"The run was stopped: {left_out} requests are left out, not sent or in flight at that time.")
+    cached, prompt = result["total_cached_tokens"], result["total_input_tokens"]
+    if cached > 0.1 * prompt and result.get("dataset_name") not in ("prefix_repetition", "conversation"):
+        doubts.append(
+            f"{100 * cached / prompt:.0f} % of the prompt tokens came from the prefix cache, as in a second run with "
+            "the same --seed. To measure without it: another --seed, or POST /reset_prefix_cache before the run."
+        )
     if result["failed"]:
         doubts.append(f"Latencies are of the {result['completed']} answered requests; {result['failed']} failed.")
     if number := result.get("requests_without_usage"):
@@ -278,7 +320,8 @@ def doubts_of(result: dict[str, Any]) -> list[str]:
         )
     if result.get("client_was_late"):
         doubts.append(
-            "The client, or its machine, was a bottleneck and distorts the figures: its sends were late by "
+            f"The {'client' if result['client_cpu_share'] > 0.5 else 'machine of the client'} was too busy, which may "
+            "distort latencies by as much: sends were late by "
             f"{result['p99_client_send_lag_ms']:.1f} ms, its event loop by {result['p99_client_loop_lag_ms']:.1f} ms "
             f"(p99), at {100 * result['client_cpu_share']:.0f} % of a processor."
         )

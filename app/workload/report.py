@@ -40,6 +40,7 @@ class RequestRecord:
     message: str = ""  # the server's message for a failure
     request_id: str = ""
     text: str = ""
+    token_choices: list[int] = field(default_factory=list)  # the number of each piece's choice; empty: one choice
 
     def mark_unsent(self, time: float) -> None:
         """Mark as failed and never sent, because the previous turn of its conversation failed."""
@@ -53,8 +54,11 @@ class RequestRecord:
 
     @property
     def itls(self) -> list[float]:
-        """Inter-token latencies: the gaps between pieces of text."""
-        return [later - earlier for earlier, later in pairwise(self.token_times)]
+        """Inter-token latencies: the gaps between pieces of text of one choice."""
+        times: defaultdict[int, list[float]] = defaultdict(list)
+        for choice, time in zip(self.token_choices or [0] * len(self.token_times), self.token_times, strict=True):
+            times[choice].append(time)
+        return [later - earlier for each in times.values() for earlier, later in pairwise(each)]
 
     @property
     def e2el(self) -> float:
@@ -63,8 +67,9 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float:
-        """Time per output token after the first; 0 for a single one."""
-        return (self.e2el - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else 0.0
+        """Time per output token of a choice after the first; 0 for a single one."""
+        more = self.num_output_tokens / max(1, len(set(self.token_choices))) - 1
+        return (self.e2el - self.ttft) / more if more > 0 else 0.0
 
     @property
     def refused(self) -> bool:

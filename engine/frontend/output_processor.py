@@ -111,6 +111,9 @@ class OutputProcessor:
             queue_seconds=None if scheduled is None else scheduled - stream.arrival_time,
             prefill_seconds=None if scheduled is None or first_token is None else first_token - scheduled,
             decode_seconds=None if first_token is None else decoded - first_token,
+            num_choices=stream.sampling.n,
+            max_tokens=stream.sampling.max_tokens,
+            num_preemptions=sum(event.kind is EventKind.PREEMPTED for _, event in stream.events),
         )
 
     def abort(self, stream: RequestStream) -> list[str]:

@@ -211,6 +211,9 @@ class FinishedRequest:
     queue_seconds: float | None  # arrival to first schedule
     prefill_seconds: float | None  # first schedule to first token
     decode_seconds: float | None  # first token to end
+    num_choices: int = 1  # of each prompt
+    max_tokens: int | None = None  # as the request sets it
+    num_preemptions: int = 0  # of all choices
 
 
 class Observer:

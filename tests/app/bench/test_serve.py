@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +72,86 @@ def test_estimates_are_called_so_and_details_are_saved(tmp_path: Path, capsys: p
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["requests_without_usage"] == len(result["ttfts"]) == 2
     assert "The server sent no usage for 2 requests" in capsys.readouterr().out
+
+
+def test_gaps_are_those_of_each_choice(tmp_path: Path) -> None:
+    async def answer_of_two_choices(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield SSE_HEAD
+        for _ in range(4):
+            for index in (0, 1):  # in one read, as a server sends what one step has made
+                yield chunk("data: " + json.dumps({"choices": [{"index": index, "text": "a"}]}) + "\n\n")
+            await asyncio.sleep(0.05)
+        yield chunk(usage(3, 8)) + chunk("data: [DONE]\n\n") + b"0\r\n\r\n"
+
+    with scripted(answer_of_two_choices) as quiet:
+        flags = ("--base-url", quiet.url, "--model", "m", "--num-prompts", "1", "--result-dir", str(tmp_path))
+        more = ("--save-detailed", "--result-filename", "r.json", "--extra-body", '{"n": 2}')
+        assert main(["bench", "serve", *flags, *more]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert len(result["itls"][0]) == 6, "three gaps in each of two choices of four tokens"
+    assert min(result["itls"][0]) > 0.03
+    assert result["mean_tpot_ms"] > 30
+
+
+@pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+def test_a_run_that_is_stopped_prints_what_it_has(number: signal.Signals, tmp_path: Path) -> None:
+    async def third_hangs(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        if len(slow.bodies) > 2:
+            await asyncio.sleep(60)
+        async for piece in answer_of_one_token(_body):
+            yield piece
+
+    with scripted(third_hangs) as slow:
+        flags = ["--base-url", slow.url, "--model", "m", "--num-prompts", "5", "--max-concurrency", "1"]
+        kept = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+        command = [
+            sys.executable,
+            "-m",
+            "app.commands.cli",
+            "bench",
+            "serve",
+            *flags,
+            *kept,
+            "--header",
+            "x-key=sk-secret",
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            while len(slow.bodies) < 3:
+                time.sleep(0.05)
+            process.send_signal(number)
+            said = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number
+    assert "The run was stopped: 3 requests are left out" in said
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["completed"], result["failed"]) == (2, 0)
+    assert result["command"].endswith("--header x-key=...")
+    assert "sk-secret" not in json.dumps(result)
+
+
+def test_an_earlier_run_stands_beside_and_a_warm_cache_is_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer_from_the_cache(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield SSE_HEAD + chunk(event(" a")) + chunk(usage(10, 1, 5)) + chunk("data: [DONE]\n\n") + b"0\r\n\r\n"
+
+    monkeypatch.setattr(sys, "argv", ["headrace", "bench", "serve", "--base-url", "http://me:pw@127.0.0.1:1"])
+    with scripted(answer_from_the_cache, pages={"/version": {"version": "9.9"}}) as quiet:
+        flags = ["--base-url", quiet.url, "--model", "m", "--num-prompts", "2", "--result-dir", str(tmp_path)]
+        flags += ["--save-detailed", "--result-filename"]
+        assert main(["bench", "serve", *flags, "one.json"]) == 0
+        assert "50 % of the prompt tokens came from the prefix cache" in " ".join(capsys.readouterr().out.split())
+        page = tmp_path / "page.html"
+        beside = ["--compare", str(tmp_path / "one.json"), "--html", str(page)]
+        assert main(["bench", "serve", *flags, "two.json", *beside]) == 0
+    assert re.search(r"before: \d{8}-\d{6}", said := capsys.readouterr().out)
+    assert said.count("  before ") >= 4
+    html = page.read_text()
+    for words in ("version 9.9", "cores, load", "headrace bench serve --base-url http://...@127.0.0.1:1", "p99 "):
+        assert words in html
+    assert "me:pw" not in html
+    assert len(re.findall(r'class="line before" points="\d', html)) == 1, "TTFT; one token has no gap"
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:1", "--compare", str(page)]) == 1
+    assert "allowed: a file that --save-result has written" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -226,7 +311,7 @@ def test_a_server_that_starts_is_waited_for() -> None:
         (["--base-url", "http://127.0.0.1:99999"], "--base-url: got 'http://127.0.0.1:99999'"),
         (["--base-url", "http://[::1"], "--base-url: got 'http://[::1'"),
         (["--max-concurrency", "0"], "--max-concurrency: got 0"),
-        (["--extra-body", '{"n": 2}'], "--extra-body: got n=2; allowed: 1"),
+        (["--extra-body", '{"n": 2}', "--predict"], "--extra-body: got n=2; allowed with --predict: 1"),
         (["--input-len", "0"], "--input-len: got 0; allowed: more than 0"),
         (["--request-timeout", "nan"], "--request-timeout: got nan"),
         (["--header", "x=a\r\nb: c"], "--header: 'x' has characters that cannot be sent"),

@@ -62,6 +62,7 @@ def test_names_are_those_that_dashboards_ask_for(metrics: Metrics) -> None:
         "prefix_cache_queries prefix_cache_hits prompt_tokens_cached time_to_first_token_seconds "
         "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prompt_tokens "
         "request_generation_tokens iteration_tokens_total request_prefill_time_seconds request_decode_time_seconds "
+        "request_params_n request_params_max_tokens request_num_preemptions request_prefill_kv_computed_tokens "
         "request_inference_time_seconds request_max_num_generation_tokens request_time_per_output_token_seconds"
     )
     assert {f"vllm:{name}" for name in asked.split()} <= families
@@ -155,6 +156,19 @@ def test_an_abort_is_in_the_same_books_as_a_finish(metrics: Metrics) -> None:
         assert value(metrics, f"vllm:request_{name}_time_seconds_sum") == pytest.approx(seconds)
     assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 6
     assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == pytest.approx(0.3)
+
+
+def test_parameters_and_work_of_a_request_are_in_histograms_as_vllm_has_them(metrics: Metrics) -> None:
+    done: dict[str, Any] = dict.fromkeys(("queue_seconds", "prefill_seconds", "decode_seconds"))
+    done |= {"output_tokens": 1, "longest_output": 1, "e2e_seconds": 1.0, "prompt_tokens": 10, "cached_tokens": 4}
+    metrics.on_request_finished(FinishedRequest(reason=FinishReason.STOP, **done))
+    of_two = done | {"num_choices": 2, "max_tokens": 64, "num_preemptions": 3}
+    metrics.on_request_finished(FinishedRequest(reason=FinishReason.LENGTH, **of_two))
+    assert value(metrics, "vllm:request_prefill_kv_computed_tokens_sum") == 12
+    assert value(metrics, "vllm:request_params_n_sum") == 3
+    assert value(metrics, "vllm:request_num_preemptions_sum") == 3
+    assert value(metrics, "vllm:request_params_max_tokens_sum") == 64
+    assert value(metrics, "vllm:request_params_max_tokens_count") == 1, "the other sets no limit"
 
 
 def test_tokens_that_arrive_together_are_each_counted(metrics: Metrics) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +183,12 @@ def test_a_slip_is_answered_with_what_was_meant(
 ) -> None:
     assert main(words) == 1
     assert said in capsys.readouterr().err
+
+
+def test_the_page_of_commands_and_settings_is_as_the_program_has_them() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "cli.md").read_text()
+    assert runpy.run_path(str(docs / "cli_tables.py"))["written"](page) == page, "run python docs/cli_tables.py"
 
 
 def test_the_help_begins_with_twelve_settings_and_groups_the_others(capsys: pytest.CaptureFixture[str]) -> None:

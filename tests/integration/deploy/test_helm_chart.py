@@ -52,7 +52,21 @@ def test_kubernetes_takes_whatever_is_rendered(chart: helm_python.Chart) -> None
             for version in VERSIONS:
                 kubernetes_validate.validate(resource, version, strict=True)
     always = {"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"}
-    assert kinds == always | {"StatefulSet", "NetworkPolicy", "HorizontalPodAutoscaler"} | {kind for _, kind in CUSTOM}
+    assert kinds == always | {"StatefulSet", "Ingress", "NetworkPolicy", "HorizontalPodAutoscaler"} | {
+        kind for _, kind in CUSTOM
+    }
+
+
+def test_an_ingress_leads_to_the_service_and_needs_no_name(chart: helm_python.Chart) -> None:
+    for more, named in (({}, False), ({"host": "llm.example.com", "tlsSecret": "tls"}, True)):
+        resources = Release(chart, {"ingress": {"enabled": True, **more}}).resources
+        [ingress] = [each for each in resources if each["kind"] == "Ingress"]
+        [service] = [each for each in resources if each["kind"] == "Service"]
+        [rule] = ingress["spec"]["rules"]
+        assert ("host" in rule, "tls" in ingress["spec"]) == (named, named)
+        [path] = rule["http"]["paths"]
+        assert path["backend"]["service"]["name"] == service["metadata"]["name"]
+        assert path["backend"]["service"]["port"]["name"] == service["spec"]["ports"][0]["name"]
 
 
 def resources_of(chart: helm_python.Chart, name: str, **more: Any) -> str:
@@ -67,6 +81,7 @@ def resources_of(chart: helm_python.Chart, name: str, **more: Any) -> str:
         "prometheusRule": {"enabled": True},
         "inferencePool": {"enabled": True, "endpointPicker": {"name": name}},
         "gpu": {"runtimeClassName": name},
+        "ingress": {"enabled": True, "className": name, "host": "a.example.com", "tlsSecret": name},
         "autoscaling": {"kind": "HorizontalPodAutoscaler"},
         "networkPolicy": {"enabled": True},
     }

@@ -68,6 +68,12 @@ def test_as_a_part_of_another_chart_it_gets_global_values(chart: helm_python.Cha
             {"prometheusRule": {"enabled": True}, "settings": {"metrics_prefix": "vllm_"}},
             ["metrics_prefix", "prometheusRule"],
         ),
+        ({"ingress": {"tlsSecret": "tls"}}, ["ingress", "host"]),
+        ({"ingress": {"host": "https://a.example.com"}}, ["ingress", "host"]),
+        (
+            {"ingress": {"enabled": True, "host": "a.example.com"}, "settings": {"allowed_hosts": "b.example.com"}},
+            ["allowed_hosts", "a.example.com"],
+        ),
         ({"apiKeys": {"existingSecret": "keys", "key": ""}}, ["apiKeys", "key"]),
         (
             {"apiKeys": {"existingSecret": "keys"}, "serviceMonitor": {"enabled": True}},

@@ -79,6 +79,10 @@ labels:
 {{- if and $v.serviceMonitor.enabled (or $v.apiKeys.existingSecret $v.tenants.existingSecret) (not $v.serviceMonitor.authorization.existingSecret) }}
 {{- fail "apiKeys or tenants make /metrics ask for a key: name a Secret with one in serviceMonitor.authorization.existingSecret" }}
 {{- end }}
+{{- $hosts := $v.settings.allowed_hosts | default "*" }}
+{{- if and $v.ingress.enabled (ne $hosts "*") (not (has $v.ingress.host (splitList "," $hosts))) }}
+{{- fail (printf "settings.allowed_hosts is %q, and requests come with the host %q of the ingress: add it" $hosts $v.ingress.host) }}
+{{- end }}
 {{- $ranks := mul ($v.settings.tensor_parallel_size | default 1 | int) ($v.settings.pipeline_parallel_size | default 1 | int) }}
 {{- if gt ($v.gpu.count | int) (mul $ranks ($v.settings.data_parallel_size | default 1 | int) | int) }}
 {{- fail (printf "gpu.count is %v, and an engine uses one device for each of its processes: set settings.tensor_parallel_size to as many, or settings.data_parallel_size, and settings.engine to process" $v.gpu.count) }}

@@ -54,8 +54,10 @@ class Admission:
         if only is not None:  # they all had running slots when the step failed, so limits do not apply
             candidates = [request for request in table.waiting if request.request_id in only]
         for request in candidates:
-            if plan.budget == 0 or (request.is_batch and table.holds_batches and only is None):
+            if plan.budget == 0:
                 break
+            if request.is_batch and table.holds_batches and only is None:
+                continue
             if passed_over >= self.max_num_seqs:
                 if len(table.running) >= self.max_num_seqs:
                     break

@@ -73,6 +73,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     generates: bool = field(init=False)  # False if the request wants only results of its prompt
+    is_batch: bool = field(init=False)  # a row of a batch that has not been released
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | None = None
     is_complete: bool = False  # the grammar is complete: no token may follow
@@ -104,13 +105,9 @@ class Request:
         most = max_model_len if sampling.max_tokens is None else self.num_prompt_tokens + sampling.max_tokens
         self.max_num_tokens = min(most, max_model_len)
         self.generates = sampling.max_tokens != 0
+        self.is_batch = message.precedence == BATCH_PRECEDENCE
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else self.eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
-
-    @property
-    def is_batch(self) -> bool:
-        """True if the request is a row of a batch."""
-        return self.message.precedence == BATCH_PRECEDENCE
 
     @property
     def num_tokens(self) -> int:

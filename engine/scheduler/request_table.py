@@ -7,7 +7,9 @@ steps in flight and the runner's rows change together. Only this module changes 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
+from itertools import chain
 
 from engine.messages import EventKind
 from engine.plan import owned
@@ -16,6 +18,8 @@ from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.steps import StepsInFlight
 from engine.scheduler.waiting_queue import TenantShares, WaitingQueue
+
+LONGEST_HOLD = 60.0  # seconds for which rows of batches get nothing before one of them is released
 
 
 class RequestTable:
@@ -36,7 +40,9 @@ class RequestTable:
         # Requests that lost their running slot or ended, and why, until `take_left`.
         self.left: list[tuple[str, str]] = []
         self.num_grammars = 0  # live requests that have, or had, a grammar
-        self.num_batch = 0  # live rows of batches
+        self.num_batch = 0  # live rows of batches, without the one that was released
+        self._held_since = math.inf  # the time since which they get nothing
+        self._released = ""  # the id of the row that runs like other requests
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
         self.prefix_cache_hits = 0
@@ -44,7 +50,16 @@ class RequestTable:
     @property
     def holds_batches(self) -> bool:
         """True if rows of batches get nothing of a step, because another request lives. They keep their blocks."""
-        return 0 < self.num_batch < len(self.requests)
+        return 0 < self.num_batch < len(self.requests) - (self._released in self.requests)
+
+    def release_row(self, now: float) -> None:
+        """Let one row of a batch at a time run like any other request, but last, after `LONGEST_HOLD`: a server that is
+        never idle must run some."""
+        self._held_since = min(now, self._held_since) if self.holds_batches else math.inf
+        if self._released not in self.requests and now - self._held_since >= LONGEST_HOLD:
+            row = next(each for each in chain(self.running.values(), self.waiting) if each.is_batch)
+            row.is_batch, self._released = False, row.request_id
+            self.num_batch -= 1
 
     def add(self, request: Request) -> None:
         """Put an arrived request into the queue."""

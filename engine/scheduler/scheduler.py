@@ -19,7 +19,7 @@ fits one request of `max_model_len`. So at least one request always makes progre
 share of the running slots gives one up when a tenant that holds less than its share is waiting.
 
 Rows of batches (`BATCH_PRECEDENCE`) get nothing of a step while another request lives. Those that run keep their
-blocks, and give up running slots and blocks first.
+blocks, and give up running slots and blocks first. After a minute of that, one row at a time runs all the same.
 
 The scheduler raises nothing because of one request: a faulty request ends alone. The EngineCore owns it, on the
 engine's thread. It is deterministic: no clock, no randomness, no device.
@@ -173,6 +173,7 @@ class Scheduler:
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         plan = PlanDraft(self.config.max_num_batched_tokens, now, only, whole_prompts=self.config.facts.is_encoder)
+        self._table.release_row(now)
         behind = self._plan_decodes(plan)
         if not (behind and only is None and self._share_prefill(plan, behind)):
             self._plan_prefills(plan, behind)

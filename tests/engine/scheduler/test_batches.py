@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.core import EngineCore
 from engine.messages import BATCH_PRECEDENCE, EngineCoreRequest
+from engine.scheduler.request_table import LONGEST_HOLD
 from tests.engine.helpers import make_core, make_request, simulated
 
 
@@ -71,3 +72,29 @@ def test_a_row_that_is_held_keeps_its_blocks() -> None:
         assert core.step().stats.num_preemptions == 0
     core.step()
     assert plans(core)[-1] == {"row": 1}
+
+
+def test_an_engine_that_is_never_idle_runs_one_row_at_a_time_after_a_minute() -> None:
+    seconds = 0.0
+
+    def clock() -> float:
+        nonlocal seconds
+        seconds += 0.1
+        return seconds
+
+    core = make_core(max_num_seqs=4, num_blocks=64, clock=clock)
+    core.add(make_request([1], "direct 0", max_tokens=20))
+    for number in range(3):
+        core.add(row(f"row {number}", max_tokens=20))
+    released_at: list[float] = []
+    for number in range(1, 400):
+        direct = [name for name in core.scheduler.requests if name.startswith("direct")]
+        if len(direct) < 2:
+            core.add(make_request([1], f"direct {number}", max_tokens=20))
+        core.step()
+        core.scheduler.check_integrity()
+        running = [name for name in plans(core)[-1] if name.startswith("row")]
+        assert len(running) <= 1
+        released_at += [seconds] if running else []
+    assert released_at[0] > LONGEST_HOLD
+    assert not any(name.startswith("row") for name in core.scheduler.requests), "all rows are answered"

@@ -137,7 +137,7 @@ class QueueTicket:
     def count_tokens(self, tokens: int) -> None:
         """Replace the estimated number of prompt tokens by the count. Must be called before any choice begins. Raises
         ApiError 429 for the tenant's limits per minute."""
-        self._admission.rates.take(self.tenant, tokens)
+        self._admission.rates.take(self.tenant, tokens, self._admission.on_refused_rate)
         self._taken = tokens
         if self.choices:
             self._admission.tokens.take(self.tenant.name, tokens - self.tokens)
@@ -196,7 +196,8 @@ class Admission:
     ) -> None:
         self.clock = clock
         self.wait = ExpectedWait(settings, clock)
-        self.rates = rates or RateLimits(clock, lambda kind: on_refused(Limit(f"{kind}_per_minute")))
+        self.rates = rates or RateLimits(clock)
+        self.on_refused_rate = lambda kind: on_refused(Limit(f"{kind}_per_minute"))
         self._max_queue_time = settings.max_queue_time or math.inf
         # The expected length of all queued choices' answers, in typical answers, by tenant.
         self._answers: defaultdict[str, float] = defaultdict(float)
@@ -234,7 +235,7 @@ class Admission:
         Raises ApiError 429 if the tenant's rate is used up, the queue is full or the request would start too late, and
         400 if the request has more choices than could ever wait.
         """
-        self.rates.check(tenant)
+        self.rates.check(tenant, self.on_refused_rate)
         self._advance(tenant)
         answer = self.wait.typical_of(tenant).part_of_answer(max_tokens)
         expected = self._expected(tenant, 1, tokens, answer)
@@ -254,7 +255,7 @@ class Admission:
     def unqueued(self, tenant: Tenant) -> Iterator[QueueTicket]:
         """Count a row of a batch against its tenant's limits per minute. It takes no place in the queue, and estimates
         leave it out. Raises ApiError 429."""
-        self.rates.check(tenant)
+        self.rates.check(tenant, self.on_refused_rate)
         ticket = QueueTicket(self, tenant, 0, 0, 0.0, None)
         try:
             yield ticket

@@ -22,20 +22,22 @@ MINUTE = 60.0
 CountTokens = Callable[[], int]
 """Returns the number of tokens that an answer has by now."""
 
+OnRefused = Callable[[str], None]
+"""Is called with the kind of limit."""
+
 
 class RateLimits:
-    """The use of all limits. `on_refused` is called with the kind of limit at every refusal."""
+    """The use of all limits."""
 
-    def __init__(self, clock: Clock, on_refused: Callable[[str], None]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._on_refused = on_refused
         # By tenant and kind: the time at which nothing will count as used any more.
         self._free_at: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._answers: defaultdict[str, dict[CountTokens, int]] = defaultdict(dict)  # in progress: tokens counted
 
-    def take(self, tenant: Tenant, tokens: int) -> None:
+    def take(self, tenant: Tenant, tokens: int, on_refused: OnRefused) -> None:
         """Count a request with so many prompt tokens. Raises what `check` raises."""
-        self.check(tenant, tokens)
+        self.check(tenant, on_refused, tokens)
         self._add(tenant, "requests", 1)
         self._add(tenant, "tokens", tokens)
 
@@ -44,14 +46,14 @@ class RateLimits:
         self._add(tenant, "requests", -1)
         self._add(tenant, "tokens", -tokens)
 
-    def check(self, tenant: Tenant, tokens: int = 1) -> None:
-        """Raise ApiError 429 if a request with so many prompt tokens would exceed a limit of its tenant. A prompt that
-        alone exceeds the limit is admitted when nothing counts as used."""
+    def check(self, tenant: Tenant, on_refused: OnRefused, tokens: int = 1) -> None:
+        """Raise ApiError 429 if a request with so many prompt tokens would exceed a limit of its tenant, after calling
+        `on_refused`. A prompt that alone exceeds the limit is admitted when nothing counts as used."""
         for kind, limit, used in self._limits(tenant):
             asked = tokens if kind == "tokens" else 1
             if (excess := used + min(asked, limit) - limit) > 0:
                 seconds = math.ceil(excess * MINUTE / limit)
-                self._on_refused(kind)
+                on_refused(kind)
                 raise ApiError(
                     429,
                     f"Rate limit of tenant {tenant.name!r} on {kind} per minute: limit {limit}, used "

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from app.admission.admission import Limit
 from app.http.scope import RequestScope
 from app.runtime import INLINE_BODY_BYTES, weight_so_far
 from app.serving.endpoint import BackgroundScope, follow
@@ -89,7 +90,12 @@ async def create(server: ModelServer, request: RequestScope) -> None:
     background = BackgroundScope(server.server, request, log, writer.fail_stream)
     background.warn(request.warning)
     running = RunningResponse(background, writer, context, log)
-    server.responses.begin(head.id, running, log)
+    try:
+        server.responses.begin(head.id, running, log)
+    except ApiError as error:
+        if error.status == 429:
+            server.metrics.on_rejection(Limit.BACKGROUND)
+        raise
     log.append(writer.queue())
 
     def end() -> None:

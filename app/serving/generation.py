@@ -26,7 +26,7 @@ from app.serving.model_server import ModelServer, ServedModel
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
 from engine.messages import BATCH_PRECEDENCE, EngineCoreRequest, Pooling, RequestOutput, SamplingParams
-from protocol.answers import AnswerContext, BodyWriter, Head, StreamWriter
+from protocol.answers import CONTENT_TYPE, AnswerContext, BodyWriter, Head, StreamWriter
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
@@ -310,8 +310,11 @@ async def _send_stream(
         error_frame=fail,
         keep_alive=(server.settings.sse_keep_alive or math.inf, request.dialect.keep_alive),
     )
-    if request.status is None and not await _has_begun(outputs):
-        await start()
+    if request.status is None:
+        if not await _has_begun(outputs):
+            await start()
+    elif request.warning is not None and request.dialect.stream_type == CONTENT_TYPE:  # the header came too late
+        await request.send_chunk(f": x-headrace-warning: {request.warning}\n\n".encode())
 
     def forward(deltas: Collection[RequestOutput]) -> bool:
         """Write the outputs of a step at once. Return False, without writing, if they end a choice, are too long, or

@@ -228,15 +228,12 @@ class RunningResponse:
 
 
 class ResponseStore:
-    """The responses of all tenants. A tenant finds only its own. `on_refused` is called at every 429."""
+    """The responses of all tenants. A tenant finds only its own."""
 
-    def __init__(
-        self, settings: Settings, on_refused: Callable[[], None] = lambda: None, max_count: int = MAX_RESPONSES
-    ) -> None:
+    def __init__(self, settings: Settings, max_count: int = MAX_RESPONSES) -> None:
         self._max_count = max_count
         self._max_bytes = settings.response_store_bytes
         self._max_background = min(settings.max_background_responses, max_count)
-        self._on_refused = on_refused
         self._lock = threading.RLock()  # guards all fields below; held for a few lookups, never during serialization
         self._by_tenant: dict[str, _TenantLRU] = {}
         self._running: dict[tuple[str, str], RunningResponse] = {}
@@ -375,7 +372,6 @@ class ResponseStore:
                 own.num_bytes -= log.forget_oldest(own.num_bytes - self._max_bytes + log.num_bytes // 8)
 
     def _refusal(self, full: str) -> ApiError:
-        self._on_refused()
         return ApiError(
             429,
             f"You have too much in the background: {full}. Please try again later.",

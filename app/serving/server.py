@@ -10,13 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from functools import partial
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
-from app.admission.admission import Limit
 from app.admission.rates import RateLimits
 from app.admission.tenants import Tenants
 from app.config.settings import Settings
@@ -56,12 +54,12 @@ class Server:
             prefix=settings.metrics_prefix,
             tenants=[tenant.name for tenant in self.tenants.all],
         )
-        self.rates = RateLimits(time.monotonic, lambda kind: self.metrics.on_rejection(Limit(f"{kind}_per_minute")))
+        self.rates = RateLimits(time.monotonic)
         self.tracer = open_tracer(settings, self.metrics.on_lost_traces)
         self.phase = ServerPhase.STARTING
         self.loaded = anyio.Event()  # set when it becomes ready for the first time
         self.timelines = Timelines(settings.timeline_size)
-        self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
+        self.responses = ResponseStore(settings)
         self.workload = Workload()
         self._requests: set[RequestScope] = set()
         self._open_requests: set[RequestScope] = set()  # the requests that a drain waits for

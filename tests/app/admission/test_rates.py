@@ -31,13 +31,13 @@ class Limited:
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rates = RateLimits(self.clock, self.refused.append)
+        self.rates = RateLimits(self.clock)
         self.tenant = Tenant(name="acme", requests_per_minute=self.requests, tokens_per_minute=self.tokens)
 
     def take(self, tokens: int = 1) -> int | None:
         """None, or the seconds to wait."""
         try:
-            self.rates.take(self.tenant, tokens)
+            self.rates.take(self.tenant, tokens, self.refused.append)
         except ApiError as error:
             return int(error.headers["retry-after"])
         return None
@@ -84,7 +84,7 @@ def test_the_refusal_names_the_limit_and_the_use_and_when_to_come_again() -> Non
     limited = Limited(tokens=1000)
     assert limited.take(900) is None
     with pytest.raises(ApiError) as refused:
-        limited.rates.take(limited.tenant, 200)
+        limited.rates.take(limited.tenant, 200, limited.refused.append)
     assert refused.value.code == "rate_limit_exceeded"
     assert refused.value.type == "rate_limit_error"
     assert refused.value.message == (
@@ -138,9 +138,9 @@ def test_tenants_do_not_share_and_a_reload_changes_the_limit_at_once() -> None:
     limited = Limited(requests=2)
     assert [limited.take() for _ in range(3)] == [None, None, 30]
     other = Tenant(name="other", requests_per_minute=1)
-    limited.rates.take(other, 5)
+    limited.rates.take(other, 5, limited.refused.append)
     with pytest.raises(ApiError):
-        limited.rates.take(other, 5)
+        limited.rates.take(other, 5, limited.refused.append)
     limited.tenant = Tenant(name="acme")
     assert [limited.take() for _ in range(100)] == [None] * 100
 

@@ -230,6 +230,35 @@ def test_an_administrator_loads_and_unloads_and_lets_models_sleep(folder: Path) 
         figures = server.client.get("/metrics", headers=ADMIN).text
         assert 'headrace:model_loads_total{model_name="one"} 2.0' in figures
         assert 'headrace:model_loaded{model_name="two"} 0.0' in figures
+        assert act("/models/load", model="two").status_code == 200
+        assert act("/sleep?model=two").json()["models"] == {"one": "loaded", "three": "unloaded", "two": "unloaded"}
+        assert act("/sleep?model=four").status_code == act("/wake_up?model=four").status_code == 404
+        assert act("/wake_up?model=three").json()["models"] == {"one": "loaded", "three": "loaded", "two": "unloaded"}
+        assert act("/wake_up").json()["models"]["two"] == "loaded"
+
+
+@pytest.mark.slow
+def test_a_stream_that_began_before_its_model_was_loaded_says_what_has_no_effect(folder: Path) -> None:
+    with several(folder, sse_keep_alive=0.01) as server:
+        body = {"prompt": "a", "max_tokens": 1, "stream": True, "model": "one", "boost": 1}
+        answer = server.wait_ready().post("/v1/completions", body)
+        assert "x-headrace-warning" not in answer.headers
+        lines = answer.text.split("\n\n")
+        assert (lines[0], lines[-2]) == (": keep-alive", "data: [DONE]")
+        assert ": x-headrace-warning: fields without effect: boost" in lines
+
+
+@pytest.mark.slow
+def test_refusals_by_limits_of_the_whole_server_are_figures_of_the_model(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.few]\nkeys = ["few"]\nrequests_per_minute = 1\n')
+    with several(folder, api_keys_file=keys) as server:
+        server.wait_ready()
+        server.client.headers["authorization"] = "Bearer few"
+        body = {"prompt": "a", "max_tokens": 1, "model": "one"}
+        assert [server.post("/v1/completions", body).status_code for _ in range(2)] == [200, 429]
+        page = server.client.get("/metrics", headers=ADMIN).text
+        assert 'admission_rejections_total{engine="0",model_name="one",reason="requests_per_minute"} 1.0' in page
 
 
 @pytest.mark.slow

@@ -281,6 +281,10 @@ class RequestBody(ClientModel):
         a known name that is like it, if there is one."""
         return self._without_effect
 
+    def given(self, model: type[BaseModel]) -> dict[str, Any]:
+        """Return the fields that the client set and that `model` has, too."""
+        return {name: getattr(self, name) for name in model.model_fields if name in self.model_fields_set}
+
     @model_validator(mode="wrap")
     @classmethod
     def _remember_unknown_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -361,6 +365,13 @@ def page_size(limit: str, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
         raise ApiError(400, f"limit must be a whole number from 1 to {most}, got {shown(limit)}.", param="limit")
     return int(limit)
+
+
+def page_order(query: Mapping[str, str]) -> str:
+    """Return the order of a page's entries, asc or desc. Raises `ApiError` 400."""
+    if (order := query.get("order", "desc")) not in ("asc", "desc"):
+        raise ApiError(400, f"order must be 'asc' or 'desc', got {shown(order)}.", param="order")
+    return order
 
 
 def page_body(page: Sequence[Mapping[str, Any]], *, has_more: bool, **fields: str) -> bytes:

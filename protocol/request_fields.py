@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -20,6 +20,7 @@ from protocol.errors import shown
 from protocol.tools.unsupported import IgnoredParts
 
 MAX_PRIORITY = 2**31 - 1
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # entries, characters; as OpenAI limits them
 
 _DIGITS = "[0-9]{1,10}"
 
@@ -45,6 +46,16 @@ LogitBias = Annotated[
 ]
 TokenIds = Annotated[list[int], fail_fast]
 CacheSalt = Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")]
+
+
+def _are_short(pairs: dict[str, str]) -> dict[str, str]:
+    if any(len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for key, value in pairs.items()):
+        limits = f"keys of at most {MAX_METADATA_KEY} and values of at most {MAX_METADATA_VALUE} characters"
+        raise PydanticCustomError("rule", f"takes {limits}")
+    return pairs
+
+
+Metadata = Annotated[dict[str, str], AfterValidator(_are_short), at_most(MAX_METADATA, "entries")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
@@ -65,25 +76,27 @@ class TruncatedPrompt(RequestBody):
         return False
 
     def truncated(self, token_ids: list[int], max_model_len: int, first: int = 0, last: int = 0) -> list[int]:
-        """Return the prompt, truncated as requested, with its `first` and `last` tokens. Raises `InvalidRequest` for a
-        length beyond the context."""
-        count = self.truncate_prompt_tokens
-        if count is None:
-            return token_ids
-        if count == -1:
-            count = max_model_len - self.answer_room(max_model_len)
-        if not 0 < count <= max_model_len:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {count}.",
-                param="truncate_prompt_tokens",
-            )
-        if len(token_ids) <= count:
+        """Return the prompt, truncated as requested, with its `first` and `last` tokens. Raises as `cut_to`."""
+        count = self.cut_to(max_model_len)
+        if count is None or len(token_ids) <= count:
             return token_ids
         if first + last >= count:
             first = last = 0
         end, room = len(token_ids) - last, count - first - last
         kept = token_ids[end - room : end] if self.truncation_side == "left" else token_ids[first : first + room]
         return token_ids[:first] + kept + token_ids[end:]
+
+    def cut_to(self, most: int) -> int | None:
+        """Return the number of tokens to which the prompt is truncated; None for none. Raises `InvalidRequest` for more
+        than `most`."""
+        count = self.truncate_prompt_tokens
+        if count == -1:
+            count = most - self.answer_room(most)
+        if count is not None and not 0 < count <= most:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or in [1, {most}], got {count}.", param="truncate_prompt_tokens"
+            )
+        return count
 
     def answer_room(self, max_model_len: int) -> int:
         """Return how many tokens of the context `truncate_prompt_tokens: -1` leaves to the answer."""

@@ -62,7 +62,7 @@ class DialectRequest(ConversationFields, StructuredOutputFields):
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of this request that chat has under the same names."""
-        fields = {name: getattr(self, name) for name in DialectRequest.model_fields if name in self.model_fields_set}
+        fields = self.given(DialectRequest)
         if self.logit_bias is not None:
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return fields

@@ -159,7 +159,7 @@ def _describe(model: ModelServer) -> dict[str, Any]:
     with suppress(ApiError):  # it is being loaded
         info = model.model.engine_info
         facts |= {
-            "root": model.model.root,
+            "root": model.model.files.name,
             "device": info.facts.compute_form,
             "threads": model.model.num_threads,
             "context": info.max_model_len,

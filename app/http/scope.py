@@ -228,6 +228,11 @@ class RequestScope:
             await anyio.lowlevel.checkpoint()
         self._keep_alive = keep_alive
 
+    async def error_event(self, error: ApiError) -> bytes:
+        """Return the error as the last event of a stream in a dialect that has streams."""
+        assert self.dialect.error_event is not None
+        return self.dialect.error_event(error, self.request_id)
+
     async def send_chunk(self, data: bytes) -> None:
         """Send a chunk of a stream. Waits while the client's socket is full."""
         if len(data) <= MAX_PIECE:

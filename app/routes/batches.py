@@ -18,8 +18,8 @@ from app.serving.batches import BatchRunner
 from app.serving.files import FileStore, Upload
 from app.serving.server import Server, ServerHandler
 from protocol.answers import encode
-from protocol.body import page_size, parse_body, validate
-from protocol.errors import ApiError, shown
+from protocol.body import page_body, page_order, page_size, parse_body, validate
+from protocol.errors import ApiError
 from protocol.openai.batches import BatchRequest, Deleted, FileObject, UploadForm
 
 MAX_FIELDS, MAX_FIELD = 16, 4096  # of a form; bytes of one
@@ -35,8 +35,8 @@ class Form:
             raise _wrong_form("Content-Type must be multipart/form-data with a boundary")
         self.fields: dict[str, Any] = {}
         self._upload = upload
-        self._name, self._value, self._header, self._disposition = "", bytearray(), bytearray(), bytearray()
-        self._is_complete = self._is_file = False
+        self._name, self._is_file, self._is_complete = "", False, False
+        self._value, self._header, self._disposition = bytearray(), bytearray(), bytearray()
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -139,24 +139,14 @@ async def list_objects(store: FileStore, kind: str, server: Server, request: Req
     """GET /v1/files and /v1/batches: a page of the tenant's objects."""
     query = {name: values[-1] for name, values in request.query().items()}
     usual, most = ("10000", 10_000) if kind == "file" else ("20", 100)
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"order must be asc or desc, got {shown(order)}.", param="order")
-    page = partial(
-        store.page,
-        request.tenant.name,
-        kind,
-        after=query.get("after"),
-        limit=page_size(query.get("limit", usual), most),
-        order=order if kind == "file" else "desc",
-        purpose=query.get("purpose") if kind == "file" else None,
-    )
+    limit, order = page_size(query.get("limit", usual), most), page_order(query)
+    purpose = query.get("purpose") if kind == "file" else None
 
     def read() -> bytes:
-        objects, has_more = page()
-        ids = [orjson.loads(each)["id"] for each in (objects[0], objects[-1])] if objects else [None, None]
-        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
-        return orjson.dumps({"object": "list", "data": [orjson.Fragment(each) for each in objects], **ends})
+        objects, has_more = store.page(
+            request.tenant.name, kind, after=query.get("after"), limit=limit, order=order, purpose=purpose
+        )
+        return page_body(list(map(orjson.loads, objects)), has_more=has_more, object="list")
 
     await request.send_json(200, await to_thread.run_sync(read))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 from anyio import to_thread
@@ -23,7 +23,7 @@ from app.serving.generation import (
 )
 from app.serving.model_server import ModelHandler, ModelServer
 from engine.messages import Pooling
-from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, Tokens, encode
+from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, StreamWriter, Tokens, encode
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
@@ -34,6 +34,8 @@ from protocol.request_fields import RequestFields
 
 if TYPE_CHECKING:
     from app.serving.prompts import Prompts
+
+R = TypeVar("R", bound=RequestFields)
 
 
 def dialect_handlers() -> Iterator[tuple[str, ModelHandler]]:
@@ -46,34 +48,43 @@ def dialect_handlers() -> Iterator[tuple[str, ModelHandler]]:
 
 
 async def _answer(route: GenerationRoute[Any], server: ModelServer, request: RequestScope) -> None:
-    given, body = await _translated(server, request, route.request)
+    given = await parse(server, route.request, request)
+    await answer(given, server, request, route.id_prefix, route.stream_writer, route.body_writer)
+
+
+async def answer(
+    given: R,
+    server: ModelServer,
+    request: RequestScope,
+    id_prefix: str,
+    stream_writer: Callable[[R, AnswerContext], StreamWriter],
+    body_writer: Callable[[R, AnswerContext], BodyWriter],
+    *,
+    cuts_to_fit: bool = False,
+) -> None:
+    """Answer a request of any dialect by one of the writers."""
+    body = await _translated(server, request, given)
     body.check_template_kwargs(server.settings.template_kwargs)
-    head = new_head(server, request, route.id_prefix, given.model, body.request_id)
     task = GenerationTask(
-        head=head,
+        head=new_head(server, request, id_prefix, given.model, body.request_id),
         body=body,
         prompts=await server.workload.read(request, partial(body.prompts, server.model.engine_info.vocab_size)),
-        stream_writer=partial(route.stream_writer, given),
-        body_writer=partial(route.body_writer, given),
+        cuts_to_fit=cuts_to_fit,
+        stream_writer=partial(stream_writer, given),
+        body_writer=partial(body_writer, given),
     )
     await generate(server, request, task)
 
 
 async def _count(model: type[RequestFields], server: ModelServer, request: RequestScope) -> None:
-    given, body = await _translated(server, request, model)
+    given = await parse(server, model, request)
+    body = await _translated(server, request, given)
     server.check_model_name(given.model)
     assert isinstance(body, ChatCompletionRequest)
     await request.send_json(200, encode(InputTokens(await count_tokens(server, body))))
 
 
-async def _translated(
-    server: ModelServer, request: RequestScope, model: type[RequestFields]
-) -> tuple[RequestFields, GenerationRequest]:
-    given = await parse(server, model, request)
-    return given, await translated(server, request, given)
-
-
-async def translated(server: ModelServer, request: RequestScope, given: RequestFields) -> GenerationRequest:
+async def _translated(server: ModelServer, request: RequestScope, given: RequestFields) -> GenerationRequest:
     """Return the request in the server's own form, and set the header that names fields without effect."""
     defaults = server.model.default_sampling
 
@@ -151,7 +162,8 @@ async def embed(
 ) -> None:
     """Embed every input, and answer with the writer's body."""
     model = server.model
-    embedder, is_encoder = model.embedder, model.engine_info.facts.is_encoder
+    embedder, is_encoder = model.files.embedder, model.engine_info.facts.is_encoder
+    size = model.files.config.embedding_size
     pooling = body.kind(server.settings.embedding_pooling or embedder.pooling or "mean", is_encoder=is_encoder)
     conversation = await server.workload.read(request, body.conversation)
     prompts: Prompts
@@ -163,9 +175,9 @@ async def embed(
         prompts = [conversation]
         conversation.check_template_kwargs(server.settings.template_kwargs)
         await warn_of_left_out(server, request, conversation, fields=body.without_effect)
-    body.check_dimensions(model.embedding_size)
+    body.check_dimensions(size)
     prefill = await server.workload.read(request, partial(body.to_prefill, is_encoder=is_encoder))
-    prefill.vector_size = model.embedding_size if pooling is Pooling.TOKENS else 0
+    prefill.vector_size = size if pooling is Pooling.TOKENS else 0
     head = new_head(server, request, "embd-", body.model, body.request_id)
     prompt = "" if embedder.pools_prompt else body.prompt(embedder.prompts, embedder.default_prompt)
     task = GenerationTask(

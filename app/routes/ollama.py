@@ -15,8 +15,7 @@ from anyio import to_thread
 
 from app.http.scope import RequestScope
 from app.routes import generation
-from app.routes.generation import translated
-from app.serving.generation import GenerationTask, generate, new_head, parse, warn_of_left_out
+from app.serving.generation import parse, warn_of_left_out
 from app.serving.model_policy import ModelState
 from app.serving.model_pool import Asked, ModelPool
 from app.serving.model_server import ModelServer
@@ -31,7 +30,6 @@ from protocol.ollama.output import (
     LinesWriter,
     ObjectWriter,
     VectorsWriter,
-    error_line,
     json_line,
     load_body,
     timestamp,
@@ -65,17 +63,7 @@ async def _answer(given: OllamaRequest, server: ModelServer, request: RequestSco
         await warn_of_left_out(server, request, given)
         await request.send_json(200, load_body(given, name, time.time(), "load"))
         return
-    body = await translated(server, request, given)
-    body.check_template_kwargs(server.settings.template_kwargs)
-    task = GenerationTask(
-        head=new_head(server, request, "ollama-", given.model, given.request_id),
-        body=body,
-        prompts=await server.workload.read(request, partial(body.prompts, model.engine_info.vocab_size)),
-        cuts_to_fit=given.truncate,
-        stream_writer=partial(LinesWriter, given),
-        body_writer=partial(ObjectWriter, given),
-    )
-    await generate(server, request, task)
+    await generation.answer(given, server, request, "ollama-", LinesWriter, ObjectWriter, cuts_to_fit=given.truncate)
 
 
 async def embed(kind: type[EmbedRequest], server: ModelServer, request: RequestScope) -> None:
@@ -276,12 +264,9 @@ async def pull(pool: ModelPool, request: RequestScope) -> None:
         finally:
             ended.set()
 
-    async def last_line(error: ApiError) -> bytes:
-        return error_line(error)
-
     if given.stream:
         keep_alive = server.settings.sse_keep_alive or math.inf, json_line({"status": "pulling"})
-        await request.start_stream(STREAM_TYPE, error_frame=last_line, keep_alive=keep_alive)
+        await request.start_stream(STREAM_TYPE, error_frame=request.error_event, keep_alive=keep_alive)
         request.start_soon(fetch)
         shown = None
         while status != shown or not ended.is_set():

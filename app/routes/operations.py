@@ -51,7 +51,7 @@ async def server_info(server: ModelServer, request: RequestScope) -> None:
         "computes": model.engine_info.facts.compute_form,
         "vocab_size": model.engine_info.vocab_size,
         "is_batch_invariant": model.engine_info.facts.is_batch_invariant,
-        "embedding_size": model.embedding_size,
+        "embedding_size": model.files.config.embedding_size,
         "default_sampling_params": model.default_sampling,
         "tool_syntax": model.prompts.syntax.name,
         "requests_in_flight": server.server.num_open_requests,
@@ -159,9 +159,9 @@ async def unload_model(pool: ModelPool, request: RequestScope) -> None:
 
 async def sleep(pool: ModelPool, request: RequestScope) -> None:
     """POST /sleep: unload the model of the query, or all that have no requests, until they are asked for again."""
-    name = request.query().get("model", [None])[-1]
+    model = pool.in_query(request)
     idle = [each for each in pool.models if not pool.policy.is_wanted(each)]
-    models = [pool.find(name)] if name is not None else idle
+    models = idle if model is None else [model]
     pool.asleep |= {each for each in models if each.holds_memory}
     await pool.unload(models)
     await _send_states(request, pool.models)
@@ -169,8 +169,8 @@ async def sleep(pool: ModelPool, request: RequestScope) -> None:
 
 async def wake_up(pool: ModelPool, request: RequestScope) -> None:
     """POST /wake_up: load the model of the query, or those that /sleep has unloaded."""
-    name = request.query().get("model", [None])[-1]
-    for model in [pool.find(name)] if name is not None else list(pool.asleep):
+    asked = pool.in_query(request)
+    for model in list(pool.asleep) if asked is None else [asked]:
         async with pool.use(model, request):
             pool.asleep.discard(model)
     await _send_states(request, pool.models)
@@ -195,7 +195,7 @@ VERSION = metadata.version("headrace")
 
 
 async def livez(pool: ModelPool, request: RequestScope) -> None:
-    alive = pool.is_alive and pool.has_engine
+    alive = pool.is_alive and (pool.only is None or pool.only.has_engine)
     await request.send_json(200 if alive else 503, encode(answers.Alive(alive)))
 
 

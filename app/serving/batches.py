@@ -13,21 +13,22 @@ import logging
 import os
 import random
 import time
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import anyio
+import orjson
 from anyio import CapacityLimiter, to_thread
 from starlette.types import ASGIApp, Message
 
 from app.admission.tenants import Tenant
-from app.http.scope import IN_BATCH
+from app.http.scope import IN_BATCH, decode_headers
 from app.serving.files import FileStore, append_to
 from app.serving.server import Server, ServerPhase
 from protocol.openai.batches import (
+    BEGINNING,
     MAX_ERRORS,
     MAX_ROWS,
     Batch,
@@ -40,7 +41,6 @@ from protocol.openai.batches import (
     count,
     read_row,
     read_written_row,
-    unanswered_row,
     written_row,
 )
 
@@ -81,13 +81,11 @@ class BatchRows:
                 return [BatchError("too_many_rows", f"The file has more than {MAX_ROWS} lines. Split it.")]
             if len(line) > self._max_line:
                 words = f"The line is longer than {self._max_line} bytes (max_body_bytes)."
-                error: BatchError | None = BatchError("line_too_long", words, number)
-            else:
-                error = check_row(line, number, endpoint, seen)
-            if error is not None:
+                errors.append(BatchError("line_too_long", words, number))
+            elif (error := check_row(line, number, endpoint, seen)) is not None:
                 errors.append(error)
-                if len(errors) == MAX_ERRORS:
-                    break
+            if len(errors) == MAX_ERRORS:
+                break
             if not number % 64:
                 time.sleep(1e-4)  # the event loop gets the interpreter's lock
         if not self.counts.total:
@@ -105,7 +103,7 @@ class BatchRows:
                     if line.endswith(b"\n"):
                         self._count(line)
                         end += len(line)
-                    elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                    elif line[: len(BEGINNING)] != BEGINNING[: len(line)]:
                         raise ValueError("not a line of a batch")
             file.truncate(end)
 
@@ -120,13 +118,14 @@ class BatchRows:
     def write(self, row: Row, answer: Answer) -> None:
         """Append the answer of a row."""
         status, headers, body = answer
-        line = written_row(_new_id(), row, status, headers.get("x-request-id", ""), body)
-        self._append(self._paths[status >= 400], line)
+        request_id = headers.get("x-request-id", "")
+        response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
+        self._append(self._paths[status >= 400], written_row(row, response))
 
     def write_rest(self, code: str, message: str) -> None:
         """Append an error for every row that is left."""
         for row in self._unanswered():
-            self._append(self._paths[1], unanswered_row(_new_id(), row, code, message))
+            self._append(self._paths[1], written_row(row, None, {"code": code, "message": message}))
 
     def close(self) -> None:
         """Put everything on the disk."""
@@ -170,13 +169,6 @@ class BatchRows:
                     yield number, begun
 
 
-_BEGINNING = b'{"id":"batch_req_'  # of every line that is written
-
-
-def _new_id() -> str:
-    return f"batch_req_{uuid.uuid4().hex}"
-
-
 async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
     """Return the answer of a route to a row."""
     head: dict[str, Any] = {"status": 0, "headers": []}
@@ -196,8 +188,7 @@ async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
 
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": row.url, "query_string": b""}
     await endpoint({**scope, "headers": [], "headrace.tenant": tenant, IN_BATCH: True}, receive, send)
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head["headers"]}
-    return head["status"], headers, b"".join(pieces)
+    return head["status"], decode_headers(head["headers"]), b"".join(pieces)
 
 
 async def answer_rows(
@@ -307,9 +298,8 @@ class BatchRunner:
     async def _answer_batch(self, name: str, tenant: Tenant | None, batch: Batch) -> None:
         store, run = self._store, to_thread.run_sync
         hexadecimal = batch.id.removeprefix("batch_")
-        outputs = [f"file-{hexadecimal}-output", f"file-{hexadecimal}-errors"]
-        source = store.path(batch.input_file_id)
-        output, errors_path = map(store.path, outputs)
+        outputs = {"output": f"file-{hexadecimal}-output", "error": f"file-{hexadecimal}-errors"}
+        source, output, errors_path = map(store.path, (batch.input_file_id, *outputs.values()))
         rows = BatchRows(source, output, errors_path, self._server.bodies.max_bytes)
         try:
             errors = await run(rows.check, batch.endpoint)
@@ -323,14 +313,10 @@ class BatchRunner:
         await run(rows.open)
         room = await run(store.room, name)
 
-        is_full = False
-
         async def save() -> None:
-            nonlocal is_full
             batch.model, batch.usage = rows.model, rows.usage
             await run(store.save, batch)
-            if not is_full and rows.num_bytes > room:
-                is_full = True
+            if rows.num_bytes > room:
                 self._running[batch.id].cancel()
 
         async def answer(row: Row) -> Answer:
@@ -345,37 +331,32 @@ class BatchRunner:
         with self._running[batch.id], anyio.move_on_after(max(0.0, batch.expires_at - time.time())):
             if tenant is not None and batch.id not in self._cancelled:
                 is_done = await answer_rows(rows, answer, self._limiter, save)
-        status: Literal["cancelled", "completed", "expired"]
+        status: Literal["cancelled", "completed", "expired"] = "completed"
+        rest: tuple[str, str] | None = None  # the error of the rows that are left
         if batch.id in self._cancelled:
             status = "cancelled"
-        elif is_done or is_full:
-            status = "completed"
-        elif batch.expires_at <= time.time():
-            status = "expired"
-        else:  # the server ends
+        elif rows.num_bytes > room:
+            rest = "storage_full", "Your files have no room for more (files_bytes_per_tenant)."
+        elif not is_done and batch.expires_at <= time.time():
+            status, rest = "expired", ("batch_expired", "The batch's time was over before this row was answered.")
+        elif not is_done:  # the server ends
             await run(rows.close)
             return
         batch.status, batch.finalizing_at = "finalizing", int(time.time())
         await save()
-        if status == "expired":
-            await run(rows.write_rest, "batch_expired", "The batch's time was over before this row was answered.")
-        elif is_full:
-            await run(rows.write_rest, "storage_full", "Your files have no room for more (files_bytes_per_tenant).")
+        if rest is not None:
+            await run(rows.write_rest, *rest)
         await run(rows.close)
-        batch.output_file_id, batch.error_file_id = await run(self._keep, name, batch, outputs)
+        for what, file_id in outputs.items():
+            setattr(batch, f"{what}_file_id", await run(self._keep, name, batch, what, file_id))
         batch.status = status
         setattr(batch, f"{status}_at", int(time.time()))
         await save()
 
-    def _keep(self, name: str, batch: Batch, file_ids: list[str]) -> list[str | None]:
-        """Make files of what was written, and return their ids; None for one without lines."""
-        kept: list[str | None] = []
-        for file_id, what in zip(file_ids, ("output", "error"), strict=True):
-            if self._store.path(file_id).stat().st_size:
-                seconds = batch.output_expires_after
-                self._store.add_file(name, file_id, f"{batch.id}_{what}.jsonl", "batch_output", seconds)
-                kept.append(file_id)
-            else:
-                self._store.path(file_id).unlink()
-                kept.append(None)
-        return kept
+    def _keep(self, name: str, batch: Batch, what: str, file_id: str) -> str | None:
+        """Make a file of what was written, and return its id; None if there are no lines."""
+        if not self._store.path(file_id).stat().st_size:
+            self._store.path(file_id).unlink()
+            return None
+        seconds = batch.output_expires_after
+        return self._store.add_file(name, file_id, f"{batch.id}_{what}.jsonl", "batch_output", seconds).id

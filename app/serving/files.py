@@ -35,6 +35,10 @@ CREATE TABLE IF NOT EXISTS objects (
 );
 CREATE INDEX IF NOT EXISTS of_tenant ON objects (tenant, kind, number);
 """
+_ADD = """
+INSERT OR IGNORE INTO objects (id, tenant, kind, purpose, bytes, expires, input, body)
+VALUES (:id, :tenant, :kind, :purpose, :bytes, :expires, :input, :body)
+"""
 MAX_ACTIVE = 100  # batches of a tenant that have not ended
 _LEFT_OVER = 24 * 3600  # seconds after which an upload that was not finished counts as left by a killed process
 _decode_batch = msgspec.json.Decoder(Batch).decode
@@ -144,31 +148,19 @@ class FileStore:
             filename=filename,
             purpose=purpose,
         )
-        self._run(
-            "INSERT OR IGNORE INTO objects (id, tenant, kind, purpose, bytes, expires, body) "
-            "VALUES (:id, :tenant, 'file', :purpose, :bytes, :expires, :body)",
-            id=file_id,
-            tenant=tenant,
-            purpose=purpose,
-            bytes=file.bytes,
-            expires=file.expires_at,
-            body=encode(file),
-        )
+        what: dict[str, Any] = {"kind": "file", "purpose": purpose, "bytes": file.bytes, "input": None}
+        self._run(_ADD, id=file_id, tenant=tenant, expires=file.expires_at, body=encode(file), **what)
         return file
 
     def find(self, tenant: str, kind: str, object_id: str, param: str = "id") -> bytes:
         """Return an object of this tenant as JSON. Raises ApiError 404."""
-        found = self._run(
+        select = (
             "SELECT body, cancelled FROM objects WHERE id = :id AND tenant = :tenant AND kind = :kind "
-            "AND (expires > :now OR input IS NOT NULL)",
-            id=object_id,
-            tenant=tenant,
-            kind=kind,
+            "AND (expires > :now OR input IS NOT NULL)"
         )
-        if not found:
-            raise ApiError(
-                404, f"There is no {kind} {shown(object_id)} here (any more).", param=param, code="not_found"
-            )
+        if not (found := self._run(select, id=object_id, tenant=tenant, kind=kind)):
+            words = f"There is no {kind} {shown(object_id)} here (any more)."
+            raise ApiError(404, words, param=param, code="not_found")
         return _shown(kind, *found[0])
 
     def page(
@@ -178,18 +170,14 @@ class FileStore:
         `after`."""
         if after is not None:
             self.find(tenant, kind, after, "after")
-        found = self._run(
+        select = (
             "SELECT body, cancelled FROM objects WHERE tenant = :tenant AND kind = :kind AND expires > :now "
             "AND (:purpose IS NULL OR purpose = :purpose) "
             "AND (:after IS NULL OR number * :sign > (SELECT number FROM objects WHERE id = :after) * :sign) "
-            "ORDER BY number * :sign LIMIT :limit",
-            tenant=tenant,
-            kind=kind,
-            purpose=purpose,
-            after=after,
-            limit=limit + 1,
-            sign=1 if order == "asc" else -1,
+            "ORDER BY number * :sign LIMIT :limit"
         )
+        owned = {"tenant": tenant, "kind": kind, "purpose": purpose}
+        found = self._run(select, **owned, after=after, limit=limit + 1, sign=1 if order == "asc" else -1)
         return [_shown(kind, *each) for each in found[:limit]], len(found) > limit
 
     def delete_file(self, tenant: str, file_id: str) -> None:
@@ -235,15 +223,9 @@ class FileStore:
             metadata=request.metadata,
             output_expires_after=None if (age := request.output_expires_after) is None else age.seconds,
         )
-        self._run(
-            "INSERT INTO objects (id, tenant, kind, bytes, expires, input, body) "
-            "VALUES (:id, :tenant, 'batch', 0, :expires, :input, :body)",
-            id=batch.id,
-            tenant=tenant,
-            input=file.id,
-            body=encode(batch),
-            expires=now + BATCH_WINDOW + self._settings.files_max_age,
-        )
+        what: dict[str, Any] = {"kind": "batch", "purpose": None, "bytes": 0, "input": file.id}
+        expires = batch.expires_at + self._settings.files_max_age
+        self._run(_ADD, id=batch.id, tenant=tenant, expires=expires, body=encode(batch), **what)
         return encode(batch)
 
     def cancel(self, tenant: str, batch_id: str) -> bytes:

@@ -165,12 +165,8 @@ class ModelPolicy(Generic[M]):
 
     def is_impossible(self, model: M) -> bool:
         """True if a model does not fit even if all others that may go are unloaded."""
-        return model.need is not None and model.need + self._pinned_by_others(model) > self.limit
-
-    def _pinned_by_others(self, model: M) -> int:
-        return sum(
-            each.need or 0 for each in self.models.values() if each.pinned and each is not model and each.holds_memory
-        )
+        pinned = sum(each.need or 0 for each in self.in_the_way_of(model) if each.pinned)
+        return model.need is not None and model.need + pinned > self.limit
 
     def in_the_way_of(self, model: M) -> list[M]:
         """Return the other models in memory."""

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -151,11 +151,6 @@ class ModelPool:
         return self.server.phase is not ServerPhase.FAILED and (self.only is None or self.only.is_alive)
 
     @property
-    def has_engine(self) -> bool:
-        """True if an engine runs, is being loaded, or would be loaded for a request."""
-        return self.only is None or self.only.has_engine
-
-    @property
     def is_ready(self) -> bool:
         """True if at least one tenant would be admitted."""
         return self.is_serving and not self.is_full
@@ -192,8 +187,7 @@ class ModelPool:
 
     async def refresh(self, *, now: bool = False) -> None:
         """Read the models' folder again, if the last time was a while ago or it shall be done `now`."""
-        is_due = now or time.monotonic() >= self._read_at + FOLDER_SECONDS
-        if self.settings.models_dir is None or not is_due:
+        if self.settings.models_dir is None or not (now or time.monotonic() >= self._read_at + FOLDER_SECONDS):
             return
         self._read_at = time.monotonic()
         try:
@@ -216,10 +210,14 @@ class ModelPool:
         async with self.use(model, request, asked, streams=streams):
             await handler(model, request)
 
+    def in_query(self, request: RequestScope) -> ModelServer | None:
+        """Return the model that the query names, if it does. Raises ApiError 404."""
+        name = request.query().get("model", [None])[-1]
+        return None if name is None else self.find(name)
+
     async def answer_query(self, handler: ModelHandler, request: RequestScope) -> None:
         """Run a handler with the model in the query, or with `current`, without loading it."""
-        name = request.query().get("model", [None])[-1]
-        model = self.current if name is None else self.find(name)
+        model = self.in_query(request) or self.current
         request.model = model.name
         await handler(model, request)
 
@@ -243,7 +241,8 @@ class ModelPool:
         try:
             if not waiter.is_admitted:
                 streams = streams and asked.stream is True and not asked.background
-                await self._wait(waiter, request, deadline, streams=streams)
+                await self._wait(waiter, deadline, partial(self._begin_stream, request) if streams else None)
+                model.metrics.on_load_wait(time.monotonic() - waiter.since)
             yield
         finally:
             self.policy.leave(waiter, time.monotonic())
@@ -259,8 +258,9 @@ class ModelPool:
         return request.arrival_time + min([*seconds, settings.max_timeout])
 
     async def _wait(
-        self, waiter: Waiter[ModelServer], request: RequestScope, deadline: float, *, streams: bool
+        self, waiter: Waiter[ModelServer], deadline: float, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
+        """Wait until the model is loaded; call `begin` when that takes long. Raises ApiError 503."""
         model, woken = waiter.model, anyio.Event()
         waiter.wake = woken.set
         if model.state is ModelState.FAILED and time.monotonic() < model.retry_at:
@@ -270,48 +270,37 @@ class ModelPool:
             self._start(self._measure, model)
         self._replan()
         every = self.settings.sse_keep_alive
-        comment_at = time.monotonic() + every if streams and every else math.inf
+        begin_at = time.monotonic() + every if begin is not None and every else math.inf
         # `max_queue_time` limits the wait for room. A load that has begun is waited for.
         for latest in (waiter.until, deadline):
             while not woken.is_set() and (now := time.monotonic()) < latest:
-                with anyio.move_on_after(min(latest, comment_at) - now):
+                with anyio.move_on_after(min(latest, begin_at) - now):
                     await woken.wait()
-                if not woken.is_set() and time.monotonic() >= comment_at:
-                    comment_at = math.inf
-                    await self._begin_stream(request)
+                if begin is not None and not woken.is_set() and time.monotonic() >= begin_at:
+                    begin_at = math.inf
+                    await begin()
             if model.state is not ModelState.LOADING:
                 break
-        if waiter.is_admitted:
-            model.metrics.on_load_wait(time.monotonic() - waiter.since)
-            return
-        if waiter.error is None:
+        if waiter.error is not None:
+            raise waiter.error if isinstance(waiter.error, ApiError) else self._failure(model)
+        if not waiter.is_admitted:
             raise self._lack_of_room(model)
-        raise waiter.error if isinstance(waiter.error, ApiError) else self._failure(model)
 
     async def _begin_stream(self, request: RequestScope) -> None:
         """Begin the answer of a request that still waits for its model, with a comment."""
-        if (event := request.dialect.error_event) is None:
-            return
-
-        async def fail(error: ApiError) -> bytes:
-            return event(error, request.request_id)
-
-        every = self.settings.sse_keep_alive
-        comment = request.dialect.keep_alive
-        await request.start_stream(request.dialect.stream_type, error_frame=fail, keep_alive=(every, comment))
-        await request.send_chunk(comment)
+        dialect = request.dialect
+        if dialect.error_event is not None:
+            keep_alive = self.settings.sse_keep_alive, dialect.keep_alive
+            await request.start_stream(dialect.stream_type, error_frame=request.error_event, keep_alive=keep_alive)
+            await request.send_chunk(dialect.keep_alive)
 
     def _failure(self, model: ModelServer) -> ApiError:
-        pause = max(1, math.ceil(model.retry_at - time.monotonic()))
+        pause = {"retry-after": str(max(1, math.ceil(model.retry_at - time.monotonic())))}
         source = Path(model.settings.model_source)
         # Clients need not know in which folder models are.
         why = str(model.error).replace(f"{source.parent}/" if source.is_absolute() else "\0", "")
-        return ApiError(
-            503,
-            f"The model {model.name} cannot be served at the moment: {why}",
-            code="model_failed",
-            headers={"retry-after": str(pause)},
-        )
+        words = f"The model {model.name} cannot be served at the moment: {why}"
+        return ApiError(503, words, code="model_failed", headers=pause)
 
     def _lack_of_room(self, model: ModelServer) -> ApiError:
         others = ", ".join(
@@ -319,12 +308,8 @@ class ModelPool:
             for each in self.policy.in_the_way_of(model)
         )
         need = "" if model.need is None else f" It needs {_size(model.need)} of {_size(self.policy.limit)}."
-        return ApiError(
-            503,
-            f"The model {model.name} could not be loaded in time.{need} In memory: {others or 'no other model'}.",
-            code="model_not_loaded",
-            headers={"retry-after": "5"},
-        )
+        words = f"The model {model.name} could not be loaded in time.{need} In memory: {others or 'no other model'}."
+        return ApiError(503, words, code="model_not_loaded", headers={"retry-after": "5"})
 
     def _too_large(self, model: ModelServer) -> ApiError:
         pinned = ", ".join(each.name for each in self.policy.in_the_way_of(model) if each.pinned)
@@ -345,13 +330,13 @@ class ModelPool:
         server = self.server
         try:
             if self.only is not None:
-                await self.only.run(self._only_is_loaded)
+                await self.only.run(partial(self._is_loaded, self.only, server.started))
                 return
             await to_thread.run_sync(import_engine)
             from app.serving.loading import SpareEngine
 
-            self._spare = SpareEngine()
-            self._spare.prepare()
+            spare = self._spare = SpareEngine()
+            spare.prepare()
             await to_thread.run_sync(build_models)
             await self._load_pinned()
         except Exception as error:
@@ -364,8 +349,7 @@ class ModelPool:
                 await anyio.sleep(CHECK_SECONDS)
                 self._look()
         finally:
-            if self._spare is not None:
-                self._spare.close()
+            spare.close()
 
     def _look(self) -> None:
         """Notice what time brings: turns and idle times that have passed, and engines that make no progress."""
@@ -379,11 +363,17 @@ class ModelPool:
             with suppress(OSError):
                 self._spare.prepare()
 
-    def _only_is_loaded(self, need: int) -> None:
-        assert self.only is not None
-        self.policy.loaded(self.only, time.monotonic(), need, time.monotonic() - self.server.started)
-        self.only.metrics.on_load(need)
-        self._is_serving()
+    def _is_loaded(self, model: ModelServer, started: float, need: int) -> None:
+        if self.only is None and model.state is not ModelState.LOADING:
+            return  # it is unloaded already
+        now = time.monotonic()
+        self.policy.loaded(model, now, need, now - started)
+        model.metrics.on_load(need)
+        if model is self.only:
+            self._is_serving()
+            return
+        logger.info("%s: loaded in %.2f s, takes %s", model.name, now - started, _size(need))
+        self._replan()
 
     def _is_serving(self) -> None:
         self.server.phase = ServerPhase.READY
@@ -391,26 +381,17 @@ class ModelPool:
         log_ready(time.monotonic() - self.server.started)
 
     async def _load_pinned(self) -> None:
+        """Load the pinned models. Raises what makes that impossible."""
         for model in self.models:
             if model.pinned:
-                await self.load(model)
-
-    async def load(self, model: ModelServer) -> None:
-        """Load a model without a request. Raises what made that impossible."""
-        woken = anyio.Event()
-        waiter = self.policy.enter(model, time.monotonic(), math.inf)
-        waiter.wake = woken.set
-        try:
-            if waiter.is_admitted:
-                return
-            if model.need is None and model.scope is None:
-                self._start(self._measure, model)
-            self._replan()
-            await woken.wait()
-        finally:
-            self.policy.leave(waiter, time.monotonic())
-        if waiter.error is not None:
-            raise SettingsError(waiter.error.message) if isinstance(waiter.error, ApiError) else waiter.error
+                waiter = self.policy.enter(model, time.monotonic(), math.inf)
+                try:
+                    if not waiter.is_admitted:
+                        await self._wait(waiter, math.inf)
+                except ApiError as error:
+                    raise model.error or SettingsError(error.message) from None
+                finally:
+                    self.policy.leave(waiter, time.monotonic())
 
     async def unload(self, models: Iterable[ModelServer]) -> None:
         """Unload models, and wait for it. Raises ApiError 409 for one that has requests, and for the only one."""
@@ -436,7 +417,7 @@ class ModelPool:
     async def _measure(self, model: ModelServer) -> None:
         """Open the files of a model, to know its memory before it is loaded."""
         try:
-            model.need = await model.open()
+            await model.open()
         except Exception as error:
             self._has_failed(model, error)
         model.scope = None
@@ -461,22 +442,11 @@ class ModelPool:
 
     async def _serve(self, model: ModelServer) -> None:
         """Load a model and run it until it is unloaded or its engine dies."""
-        started = time.monotonic()
-
-        def on_loaded(need: int) -> None:
-            if model.state is not ModelState.LOADING:
-                return  # it is unloaded already
-            now = time.monotonic()
-            self.policy.loaded(model, now, need, now - started)
-            model.metrics.on_load(need)
-            logger.info("%s: loaded in %.2f s, takes %s", model.name, now - started, _size(need))
-            self._replan()
-
         assert model.scope is not None
         model.spare, model.has_stalled = self._spare, False
         try:
             with model.scope:
-                await model.run(on_loaded)
+                await model.run(partial(self._is_loaded, model, time.monotonic()))
             if model.has_stalled:
                 raise HeadraceError("its engine makes no progress")
         except Exception as error:

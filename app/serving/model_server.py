@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from app.serving.prompts import PromptEncoder
     from engine.frontend.async_llm import AsyncLLM
     from engine.messages import EngineReady
-    from gpu.checkpoint import Embedder, ModelFiles
+    from gpu.checkpoint import ModelFiles
     from protocol.scoring.answers import LabelSet
 
 logger = logging.getLogger(__name__)
@@ -70,16 +70,13 @@ class ModelServer(PooledModel):
         metrics.show(
             queued_seconds=lambda: self.admission.queued_seconds,
             stalled_seconds=lambda: self.seconds_without_progress,
-            waiting=self._num_waiting,
+            waiting=lambda tenant: self.admission.places.taken_by(tenant),  # noqa: PLW0108 - made when asked
             phases=() if several else ServerPhase,
             is_in=lambda phase: self.server.phase == phase,
             routing=lambda: None if self.llm is None else self.llm.routing,
             cache_config=self._cache_config,
         )
         return metrics
-
-    def _num_waiting(self, tenant: str) -> int:
-        return self.admission.places.taken_by(tenant)
 
     @cached_property
     def admission(self) -> Admission:
@@ -161,36 +158,34 @@ class ModelServer(PooledModel):
 
     # --- the lifetime
 
-    async def open(self) -> int:
-        """Find or fetch the model's files, and return the bytes that it is expected to need."""
+    async def open(self) -> ModelFiles:
+        """Find or fetch the model's files, and estimate the bytes that it needs unless they are known."""
         await to_thread.run_sync(import_engine)
         from app.serving.loading import expected_memory, open_files
 
         self.files = files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))
-        need = expected_memory(self.settings, files)
+        if self.need is not None:
+            return files
+        need, engines = expected_memory(self.settings, files), self.settings.data_parallel_size
         if (share := self.settings.memory) is not None:
-            size = share // self.settings.data_parallel_size - need // self.settings.data_parallel_size
+            size = share // engines - need // engines
             if size < 16 * MIB:
                 what = f"{need / MIB:.0f} MiB without its KV cache"
                 raise SettingsError(f"memory of {self.name}: got {share.human_readable()}, and it needs {what}")
             self.settings = self.settings.model_copy(update={"kv_cache_memory": ByteSize(size)})
-        return share or need
+        self.need = share or need
+        return files
 
     async def run(self, on_loaded: Callable[[int], None]) -> None:
         """Load the model and run its engine, until cancelled or the engine dies. Raises the error of either.
 
         `on_loaded` gets the bytes that the model takes.
         """
-        settings = self.settings
         try:
-            await to_thread.run_sync(import_engine)
-            from app.serving.loading import open_files
+            files, self.files = self.files or await self.open(), None
             from app.serving.prompts import open_prompts
 
-            files, self.files = self.files, None
-            if files is None:
-                files = await to_thread.run_sync(lambda: open_files(settings, self.start_up.report))
-            prompts = await to_thread.run_sync(open_prompts, settings, files)
+            prompts = await to_thread.run_sync(open_prompts, self.settings, files)
             with closing(prompts):
                 await self._serve(files, prompts, on_loaded)
         except Exception as error:
@@ -203,7 +198,7 @@ class ModelServer(PooledModel):
 
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if _is_lack_of_memory(error):
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return _lack_of_memory(error)
         if not isinstance(error, ModelError | ChatTemplateError):
             return error
@@ -220,26 +215,14 @@ class ModelServer(PooledModel):
         self.start_up.report(phase, done, total)
 
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder, on_loaded: Callable[[int], None]) -> None:
-        from app.serving.loading import (
-            chat_parameters,
-            default_sampling,
-            divide,
-            expected_memory,
-            fingerprint,
-            join_ray,
-            label_set,
-            make_client,
-            make_grammar_compiler,
-            measured_memory,
-            tokenizer_info,
-        )
+        from app.serving import loading
         from engine.frontend.async_llm import AsyncLLM
 
-        grammars = make_grammar_compiler(files)
+        grammars = loading.make_grammar_compiler(files)
         if self.settings.executor == "ray":
-            await to_thread.run_sync(join_ray)
+            await to_thread.run_sync(loading.join_ray)
         files = replace(files, progress=self._report_or_end)
-        client = make_client(self.settings, files, self.start_up.report, grammars, self.spare)
+        client = loading.make_client(self.settings, files, self.start_up.report, grammars, self.spare)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
         llm.on_step_costs = self.admission.wait.set_costs
         self.admission.wait.count_engines = lambda: llm.num_engines
@@ -258,16 +241,12 @@ class ModelServer(PooledModel):
                     llm=llm,
                     prompts=prompts,
                     files=files,
-                    root=files.name,
-                    embedding_size=files.config.embedding_size,
-                    num_threads=divide(self.settings)[0].settings.num_threads,
-                    embedder=files.embedder,
-                    labels=await to_thread.run_sync(label_set, files),
+                    num_threads=loading.divide(self.settings)[0].settings.num_threads,
+                    labels=await to_thread.run_sync(loading.label_set, files),
                     engine_info=engine_info,
-                    default_sampling=default_sampling(self.settings, files),
-                    chat_parameters=chat_parameters(self.settings),
-                    tokenizer_info=tokenizer_info(files),
-                    fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.facts.compute_form),
+                    default_sampling=loading.default_sampling(self.settings, files),
+                    tokenizer_info=loading.tokenizer_info(files),
+                    fingerprint=await to_thread.run_sync(loading.fingerprint, files, engine_info.facts.compute_form),
                 )
                 if self._model.labels is not None:
                     self.server.scoring_models.add(self.name)
@@ -275,12 +254,12 @@ class ModelServer(PooledModel):
                     "root": files.name,
                     "max_model_len": engine_info.max_model_len,
                     "default_parameters": self._model.default_sampling,
-                    "chat_parameters": self._model.chat_parameters,
+                    "chat_parameters": loading.chat_parameters(self.settings),
                 }
                 collect_seldom()
                 form = engine_info.facts.compute_form
-                measured = await to_thread.run_sync(measured_memory, self.settings, client, form)
-                on_loaded(measured or self.need or expected_memory(self.settings, files))
+                measured = await to_thread.run_sync(loading.measured_memory, self.settings, client, form)
+                on_loaded(measured or self.need or 0)
                 error = await llm.wait_dead()
             finally:
                 self._model = None
@@ -289,10 +268,6 @@ class ModelServer(PooledModel):
         if not self.server.settings.has_several_models:
             await anyio.sleep(ERROR_FRAME_SECONDS)
         raise EngineDead("the engine has died while serving") from error
-
-
-def _is_lack_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def _lack_of_memory(cause: BaseException) -> SettingsError:
@@ -329,14 +304,10 @@ class ServedModel:
     llm: AsyncLLM
     prompts: PromptEncoder
     files: ModelFiles
-    root: str  # the weights' own name
-    embedding_size: int
     num_threads: int | None  # of each engine
-    embedder: Embedder
     labels: LabelSet | None  # of a classifier or reranker
     engine_info: EngineReady
     default_sampling: Mapping[str, float | None]  # for fields that a request does not set
-    chat_parameters: Mapping[str, float]  # that interactive chat clients add
     tokenizer_info: dict[str, Any]
     fingerprint: str  # of the model and its compute form
 

@@ -7,6 +7,7 @@ one piece, written when it is complete; an incomplete call is text, in streams t
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
@@ -18,7 +19,7 @@ from engine.messages import FinishReason, RequestOutput, TokenLogprobs
 from protocol.answers import AnswerContext, raise_if_failed
 from protocol.errors import ApiError
 from protocol.ollama.requests import EmbedRequest, OllamaRequest, PromptEmbedRequest
-from protocol.openai.embeddings import finished_vector
+from protocol.openai.embeddings import PrefillWriter, finished_vector
 from protocol.openai.logprobs import ChatLogprobs, array_of, entries_of, pieces
 from protocol.syntax import message_parts
 
@@ -137,20 +138,19 @@ class ObjectWriter(_OllamaWriter):
 
     def __init__(self, request: OllamaRequest, answer: AnswerContext) -> None:
         super().__init__(request, answer)
-        self._pieces: list[Piece] = []
+        self._parts: defaultdict[str, list[Any]] = defaultdict(list)  # texts, or lists of calls
         self._entries: list[TokenLogprobs] = []
 
     def feed_output(self, output: RequestOutput) -> None:
-        self._pieces += self._read(output)
+        for name, part in chain.from_iterable(piece.items() for piece in self._read(output)):
+            self._parts[name].append(part)
         self._entries += output.logprobs or ()
 
     def body(self) -> bytes:
-        whole: Piece = {}
-        for name in ("content", "thinking"):
-            if texts := [piece[name] for piece in self._pieces if name in piece]:
-                whole[name] = "".join(texts)
-        if calls := list(chain.from_iterable(piece.get("tool_calls", ()) for piece in self._pieces)):
-            whole["tool_calls"] = calls
+        whole: Piece = {
+            name: list(chain.from_iterable(parts)) if name == "tool_calls" else "".join(parts)
+            for name, parts in self._parts.items()
+        }
         return orjson.dumps(self._answer(whole, self._entries, **self._end()))
 
 
@@ -160,29 +160,18 @@ def load_body(request: OllamaRequest, model: str, now: float, reason: str) -> by
     return orjson.dumps({"model": model, "created_at": timestamp(now), **shown, "done": True, "done_reason": reason})
 
 
-class VectorsWriter:
+class VectorsWriter(PrefillWriter[EmbedRequest]):
     """Writes the vectors of /api/embed, or the one of /api/embeddings."""
 
-    def __init__(self, request: EmbedRequest, answer: AnswerContext) -> None:
-        self._request = request
-        self._answer = answer
-        self._outputs: dict[int, RequestOutput] = {}
-
-    def feed_output(self, output: RequestOutput) -> None:
-        raise_if_failed(output)
-        if output.embedding is not None:
-            self._outputs[output.index] = output
-
     def body(self) -> bytes:
-        outputs = [output for _, output in sorted(self._outputs.items())]
         queue, prefill, decode = (int(seconds * 1e9) for seconds in self._answer.durations())
         return vectors_body(
             self._request,
             self._answer.head.model,
-            [each.embedding or b"" for each in outputs],
+            self._in_order(),
             total_duration=queue + prefill + decode,
             load_duration=queue,
-            prompt_eval_count=sum(each.num_prompt_tokens for each in outputs),
+            prompt_eval_count=self._meter.usage().prompt_tokens,
         )
 
 

@@ -288,10 +288,9 @@ class EmbedRequest(EngineRequest):
 
     def translate(self) -> EmbeddingRequest:
         """Return the request in the form of /v1/embeddings."""
-        names = EngineRequest.model_fields.keys() & self.model_fields_set
         cut = {"truncate_prompt_tokens": -1, "truncation_side": "right"} if self.truncate else {}
-        fields = {**cut, **{name: getattr(self, name) for name in names}}
-        return EmbeddingRequest(**fields, input=self.texts, dimensions=self.dimensions)
+        fields = {**cut, **self.given(EngineRequest), "input": self.texts, "dimensions": self.dimensions}
+        return EmbeddingRequest(**fields)
 
 
 class PromptEmbedRequest(EmbedRequest):

@@ -161,13 +161,18 @@ class EmbeddingUsage(Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-class EmbeddingList(Answer, kw_only=True):
+class PrefillAnswer(Answer, kw_only=True):
+    """The fields of answers that need no generated text."""
+
     id: str
     object: Literal["list"] = "list"
     created: int
     model: str
-    data: list[Embedding]
     usage: EmbeddingUsage
+
+
+class EmbeddingList(PrefillAnswer, kw_only=True):
+    data: list[Embedding]
 
 
 class ModelCard(Answer, kw_only=True):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import orjson
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from protocol.answers import Answer, OpenAnswer
-from protocol.body import ClientModel, at_most
+from protocol.body import ClientModel
 from protocol.operations import Operation
+from protocol.request_fields import Metadata
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 ENDPOINTS: tuple[str, ...] = get_args(Endpoint)
@@ -21,7 +22,6 @@ BATCH_WINDOW = 24 * 3600  # seconds
 MAX_ROWS = 50_000
 MAX_ERRORS = 100  # that a failed batch lists
 MAX_CUSTOM_ID = 512  # characters
-MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI limits it
 LEAST_AGE, LARGEST_AGE = 3600, 30 * 24 * 3600  # seconds that a client may ask for
 
 
@@ -42,15 +42,8 @@ class BatchRequest(ClientModel):
     input_file_id: str
     endpoint: Endpoint
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, str], at_most(MAX_PAIRS, "entries")] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _metadata_is_short(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
-        if any(len(name) > MAX_NAME or len(value) > MAX_VALUE for name, value in (metadata or {}).items()):
-            raise PydanticCustomError("rule", f"takes names up to {MAX_NAME} and values up to {MAX_VALUE} characters")
-        return metadata
 
 
 class FileObject(OpenAnswer, kw_only=True):
@@ -128,6 +121,8 @@ class Batch(OpenAnswer, kw_only=True):
 
 
 class Page(Answer, kw_only=True):
+    """The shape of `protocol.body.page_body`."""
+
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
     first_id: str | None
@@ -144,13 +139,9 @@ class Deleted(Answer, kw_only=True):
 _PAGE: dict[str, dict[str, Any]] = {
     "after": {"type": "string"},
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-}
-_FILES_PAGE: dict[str, dict[str, Any]] = {
-    "after": {"type": "string"},
-    "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "default": 10_000},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
-    "purpose": {"type": "string"},
 }
+_FILES_PAGE = _PAGE | {"limit": {**_PAGE["limit"], "maximum": 10_000, "default": 10_000}, "purpose": {"type": "string"}}
 
 BATCH_OPERATIONS = (
     Operation("post", "/v1/files", "Upload a file.", FileObject, [UploadForm], (400, 408, 413), is_form=True),
@@ -184,7 +175,7 @@ class _Unbatched(msgspec.Struct):
     background: Any = None
 
 
-_decode_row = msgspec.json.Decoder(Row).decode
+read_row = msgspec.json.Decoder(Row).decode
 _decode_unbatched = msgspec.json.Decoder(_Unbatched).decode
 
 
@@ -198,7 +189,7 @@ def check_row(line: bytes, number: int, endpoint: str | None, seen: set[str]) ->
         return BatchError(code, message, number, param)
 
     try:
-        row = _decode_row(line)
+        row = read_row(line)
     except msgspec.ValidationError as error:
         words, _, place = str(error).partition(" - at `$.")
         if found := re.fullmatch("Object missing required field `(.*)`", words):
@@ -228,11 +219,6 @@ def check_row(line: bytes, number: int, endpoint: str | None, seen: set[str]) ->
     return None
 
 
-def read_row(line: bytes) -> Row:
-    """Return the row of a checked line."""
-    return _decode_row(line)
-
-
 class WrittenRow(msgspec.Struct):
     """A line that was written: the `custom_id` and the answer of its row."""
 
@@ -248,22 +234,12 @@ class WrittenRow(msgspec.Struct):
 read_written_row = msgspec.json.Decoder(WrittenRow).decode
 
 
-def written_row(batch_request_id: str, row: Row, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of an answer; `body` is as the route has written it."""
-    own_id, custom_id, answer_id = (orjson.dumps(each) for each in (batch_request_id, row.custom_id, request_id))
-    head = b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b' % (
-        own_id,
-        custom_id,
-        status,
-        answer_id,
-    )
-    return head + b',"body":' + body + b'},"error":null}\n'
+BEGINNING = b'{"id":"batch_req_'  # of every line that is written
 
 
-def unanswered_row(batch_request_id: str, row: Row, code: str, message: str) -> bytes:
-    """Return the line of a row that was not answered."""
-    error = {"code": code, "message": message}
-    line = {"id": batch_request_id, "custom_id": row.custom_id, "response": None, "error": error}
+def written_row(row: Row, response: Mapping[str, Any] | None, error: Mapping[str, str] | None = None) -> bytes:
+    """Return the line of a row's answer, or of the error that it has instead."""
+    line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": row.custom_id, "response": response, "error": error}
     return orjson.dumps(line) + b"\n"
 
 

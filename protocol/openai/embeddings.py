@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import orjson
 from msgspec import Raw
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import Pooling, RequestOutput
-from protocol.answers import Answer, AnswerContext, encode, raise_if_failed
+from protocol.answers import AnswerContext, encode, raise_if_failed
 from protocol.body import at_most, fail_fast
 from protocol.openai.answers import Embedding, EmbeddingList, EmbeddingUsage
 from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessage
@@ -112,8 +112,7 @@ class EmbeddingRequest(EngineRequest):
         """Return the chat request that makes the text from `messages`; None if there is an `input`."""
         if self.messages is None:
             return None
-        names = ChatCompletionRequest.model_fields.keys() & self.model_fields_set
-        return ChatCompletionRequest(**{"add_generation_prompt": False} | {name: getattr(self, name) for name in names})
+        return ChatCompletionRequest(**{"add_generation_prompt": False} | self.given(ChatCompletionRequest))
 
     def inputs(self, vocab_size: int, prompts: Mapping[str, str], default: str | None) -> Prompts:
         """Return the inputs, text or token ids. Texts begin with the prompt that the request names, or `default`.
@@ -165,44 +164,49 @@ class EmbeddingRequest(EngineRequest):
     def to_prefill(self, *, is_encoder: bool) -> PrefillRequest:
         """Return the request to the engine. Of a text for an encoder, the end is cut off by default, as in
         sentence-transformers."""
-        names = PrefillRequest.model_fields.keys() & self.model_fields_set
         prefill = PrefillRequest if self.messages is None else ConversationPrefill
         given: dict[str, Any] = {"truncation_side": "right"} if is_encoder else {}
         given |= {"truncate_prompt_tokens": -1} if self.truncate else {}
-        return prefill(**given | {name: getattr(self, name) for name in names})
+        return prefill(**given | self.given(PrefillRequest))
 
 
-class EmbeddingBodyWriter:
-    def __init__(self, request: EmbeddingRequest, answer: AnswerContext) -> None:
+R = TypeVar("R", bound=EngineRequest)
+
+
+class PrefillWriter(Generic[R]):
+    """Collects what the engine has computed for each input. Subclasses write the body."""
+
+    def __init__(self, request: R, answer: AnswerContext) -> None:
         self._request = request
-        self._head = answer.head
+        self._answer = answer
         self._meter = UsageMeter(1)
-        self._vectors: dict[int, bytes] = {}
+        self._found: dict[int, Any] = {}
 
     def feed_output(self, output: RequestOutput) -> None:
         raise_if_failed(output)
         self._meter.add(output)
-        if output.embedding is not None:
-            self._vectors[output.index] = output.embedding
+        if (found := self._read(output)) is not None:
+            self._found[output.index] = found
 
+    def _read(self, output: RequestOutput) -> Any:
+        return output.embedding
+
+    def _in_order(self) -> list[Any]:
+        return [found for _, found in sorted(self._found.items())]
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields that all bodies of OpenAI's shape have."""
+        found = self._meter.usage()
+        usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens, found.prompt_tokens_details)
+        return {**self._answer.head._asdict(), "usage": usage}
+
+
+class EmbeddingBodyWriter(PrefillWriter[EmbeddingRequest]):
     def body(self) -> bytes:
-        """Return the response body, in the order of the inputs."""
-        usage = self._meter.usage()
-        vectors = [(index, self._shown(index, raw)) for index, raw in sorted(self._vectors.items())]
-        fields: dict[str, Any] = {
-            "id": self._head.id,
-            "created": self._head.created,
-            "model": self._head.model,
-            "usage": EmbeddingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details),
-        }
-        return encode(self._list(vectors, fields))
-
-    @staticmethod
-    def _list(vectors: list[tuple[int, Any]], fields: dict[str, Any]) -> Answer:
-        return EmbeddingList(data=[Embedding(index=index, embedding=each) for index, each in vectors], **fields)
-
-    def _shown(self, index: int, raw: bytes) -> Any:
-        return self._encoded(self._finished(raw))
+        data = [
+            Embedding(index=i, embedding=self._encoded(self._finished(raw))) for i, raw in enumerate(self._in_order())
+        ]
+        return encode(EmbeddingList(data=data, **self._fields()))
 
     def _finished(self, raw: bytes) -> NDArray[np.float32]:
         request = self._request

@@ -12,7 +12,17 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from protocol.body import ClientModel, OneOf, at_most, at_most_inside, fail_fast, page_body, page_size, with_type
+from protocol.body import (
+    ClientModel,
+    OneOf,
+    at_most,
+    at_most_inside,
+    fail_fast,
+    page_body,
+    page_order,
+    page_size,
+    with_type,
+)
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
 from protocol.responses.tools import (
@@ -157,9 +167,7 @@ def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
 
     Raises `ApiError` 400 for a wrong query.
     """
-    order, after = query.get("order", "desc"), query.get("after")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, f"order must be 'asc' or 'desc', got {shown(order)}.", param="order")
+    order, after = page_order(query), query.get("after")
     limit = page_size(query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
     ordered = list(items) if order == "asc" else list(reversed(items))
     ids = [item["id"] for item in ordered]

@@ -6,22 +6,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import ClientModel, OneOf, at_most
 from protocol.openai.chat import ChatMessage
 from protocol.openai.generation import StopStrings
 from protocol.openai.structured import TextFormat
+from protocol.request_fields import Metadata
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages, with_outputs
 from protocol.responses.tools import CallForm, ToolChoice, Tools, call_forms, chat_choice, chat_tools, unsupported_tools
 from protocol.tools.unsupported import IgnoredParts, UnsupportedEntry, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
-
-MAX_METADATA = 16  # entries
-MAX_METADATA_KEY = 64  # characters
-MAX_METADATA_VALUE = 512
 
 ADDED = "additional_tools"  # the type of an item
 LOGPROBS = "message.output_text.logprobs"
@@ -195,21 +191,12 @@ class ResponsesRequest(InputTokensRequest):
     include: Annotated[list[str], at_most(64, "entries")] = Field(default_factory=list)
     store: bool | None = None
     background: bool = False
-    metadata: Annotated[dict[str, str], at_most(MAX_METADATA, "entries")] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     max_tool_calls: int | None = Field(default=None, ge=0)
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-
-    @field_validator("metadata")
-    @classmethod
-    def _metadata_is_short(cls, metadata: dict[str, str]) -> dict[str, str]:
-        for key, value in metadata.items():
-            if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-                limits = f"keys of at most {MAX_METADATA_KEY} and values of at most {MAX_METADATA_VALUE} characters"
-                raise PydanticCustomError("rule", f"takes {limits}")
-        return metadata
 
     @property
     def wants_logprobs(self) -> bool:

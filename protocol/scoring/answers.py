@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from msgspec import UNSET, UnsetType
 
 from engine.errors import InvalidRequest
 from engine.messages import RequestOutput
-from protocol.answers import Answer, AnswerContext, encode, raise_if_failed
-from protocol.openai.answers import EmbeddingUsage
-from protocol.openai.embeddings import EmbeddingBodyWriter
-from protocol.openai.output import UsageMeter
+from protocol.answers import Answer, AnswerContext, encode
+from protocol.openai.answers import PrefillAnswer
+from protocol.openai.embeddings import EmbeddingBodyWriter, PrefillWriter
 from protocol.scoring.requests import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest, ScoringRequest
 
 if TYPE_CHECKING:
@@ -94,15 +93,7 @@ class RerankMeta(Answer):
     billed_units: dict[str, int]
 
 
-class _List(Answer, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    usage: EmbeddingUsage
-
-
-class Reranking(_List, kw_only=True):
+class Reranking(PrefillAnswer, kw_only=True):
     """The documents, most relevant first."""
 
     results: list[RerankedDocument]
@@ -132,15 +123,15 @@ class Pooled(Answer, kw_only=True):
     data: list[Any] | str
 
 
-class ScoreList(_List, kw_only=True):
+class ScoreList(PrefillAnswer, kw_only=True):
     data: list[Score]
 
 
-class ClassificationList(_List, kw_only=True):
+class ClassificationList(PrefillAnswer, kw_only=True):
     data: list[Classification]
 
 
-class PooledList(_List, kw_only=True):
+class PooledList(PrefillAnswer, kw_only=True):
     data: list[Pooled]
 
 
@@ -150,33 +141,22 @@ class PooledList(_List, kw_only=True):
 R = TypeVar("R", bound=ScoringRequest)
 
 
-class _ScoresWriter(Generic[R]):
+class _ScoresWriter(PrefillWriter[R]):
     def __init__(self, request: R, labels: LabelSet, answer: AnswerContext) -> None:
-        self._request = request
+        super().__init__(request, answer)
         self._labels = labels
-        self._head = answer.head
-        self._meter = UsageMeter(1)
-        self._logits: dict[int, NDArray[np.float32]] = {}
 
-    def feed_output(self, output: RequestOutput) -> None:
-        raise_if_failed(output)
-        self._meter.add(output)
-        if (logits := self._labels.logits_of(output)) is not None:
-            self._logits[output.index] = logits
+    def _read(self, output: RequestOutput) -> NDArray[np.float32] | None:
+        return self._labels.logits_of(output)
 
     def _rows(self) -> NDArray[np.float32]:
         import numpy as np
 
-        return np.stack([logits for _, logits in sorted(self._logits.items())])
+        return np.stack(self._in_order())
 
     def _scores(self) -> list[float]:
         scores: list[float] = self._labels.scores(self._rows(), raw=self._request.raw_scores).tolist()
         return scores
-
-    def _fields(self) -> dict[str, Any]:
-        found = self._meter.usage()
-        usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens, found.prompt_tokens_details)
-        return {**self._head._asdict(), "usage": usage}
 
 
 class RerankWriter(_ScoresWriter[RerankRequest]):
@@ -213,19 +193,16 @@ class ClassificationWriter(_ScoresWriter[ClassifyRequest]):
 
 
 class PoolingWriter(EmbeddingBodyWriter):
-    def __init__(self, request: PoolingRequest, answer: AnswerContext) -> None:
-        super().__init__(request, answer)
-        self._lengths = [len(prompt) for prompt in answer.prompts] if request.task == "token_embed" else None
+    _request: PoolingRequest
 
-    @staticmethod
-    def _list(vectors: list[tuple[int, Any]], fields: dict[str, Any]) -> Answer:
-        return PooledList(data=[Pooled(index=index, data=each) for index, each in vectors], **fields)
+    def body(self) -> bytes:
+        data = [Pooled(index=i, data=self._encoded(self._vectors(i, raw))) for i, raw in enumerate(self._in_order())]
+        return encode(PooledList(data=data, **self._fields()))
 
-    def _shown(self, index: int, raw: bytes) -> Any:
-        if self._lengths is None:
-            return super()._shown(index, raw)
+    def _vectors(self, index: int, raw: bytes) -> NDArray[np.float32]:
         import numpy as np
 
-        size = len(raw) // self._lengths[index]
-        rows = (raw[start : start + size] for start in range(0, len(raw), size))
-        return self._encoded(np.stack([self._finished(row) for row in rows]))
+        if self._request.task == "token_embed":
+            size = len(raw) // len(self._answer.prompts[index])
+            return np.stack([self._finished(raw[start : start + size]) for start in range(0, len(raw), size)])
+        return self._finished(raw)

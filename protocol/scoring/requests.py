@@ -69,7 +69,7 @@ class ScoringRequest(EngineRequest):
         """Return the request to the engine; `token_ids` are a decoder's tokens of the labels. Of a text for an encoder,
         the end is cut off by default."""
         fields: dict[str, Any] = {"truncate_prompt_tokens": -1} if self.truncate else {}
-        fields |= {name: getattr(self, name) for name in PrefillRequest.model_fields.keys() & self.model_fields_set}
+        fields |= self.given(PrefillRequest)
         if token_ids:
             return ScoringPrefill(**fields, logprob_token_ids=list(token_ids))
         return PrefillRequest(**{"truncation_side": "right"} | fields)
@@ -88,14 +88,10 @@ class PairsRequest(ScoringRequest):
 
     def longest(self, room: int) -> int | None:
         """Return the number of tokens to which a pair is truncated, None for none; `room` is what the model takes."""
-        count = self.truncate_prompt_tokens
-        if count is None or count == -1:
-            return room if self.truncate or count == -1 else None
-        if not 0 < count <= room:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or in [1, {room}], got {count}.", param="truncate_prompt_tokens"
-            )
-        return count
+        return room if self.truncate and self.truncate_prompt_tokens is None else self.cut_to(room)
+
+    def answer_room(self, max_model_len: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def test_a_stream_that_began_before_its_model_was_loaded_says_what_has_no_effect
         assert "x-headrace-warning" not in answer.headers
         lines = answer.text.split("\n\n")
         assert (lines[0], lines[-2]) == (": keep-alive", "data: [DONE]")
-        assert ": x-headrace-warning: fields without effect: boost" in lines
+        assert any(line.startswith(": x-headrace-warning: fields without effect: boost") for line in lines)
 
 
 @pytest.mark.slow

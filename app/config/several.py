@@ -12,7 +12,7 @@ from pydantic import ByteSize, ValidationError
 
 from app.config.settings import MIB, Settings, SettingsError
 
-logger = logging.getLogger(__name__)
+_warn = cache(logging.getLogger(__name__).warning)  # once, however often the folder is read
 
 KV_OF_SEVERAL = 512 * MIB  # bytes of the KV cache of one of several models, unless it is given
 
@@ -94,8 +94,3 @@ def models_in(folder: Path) -> dict[str, str]:
         elif is_checkpoint:
             found[path.name] = str(path)
     return found
-
-
-@cache  # once, however often the folder is read
-def _warn(words: str) -> None:
-    logger.warning(words)

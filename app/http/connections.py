@@ -274,13 +274,11 @@ def connection_limits(settings: Settings) -> Limits:
     if limit < ENOUGH_FILES:  # the default is usually 1024, for programs that use select()
         limit = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    engines = (
-        PER_ENGINE_PROCESS * (settings.max_data_parallel_size or settings.data_parallel_size)
-        if settings.has_engine_processes
-        else 0
-    )
+    engines = (settings.max_data_parallel_size or settings.data_parallel_size) if settings.has_engine_processes else 0
+    if settings.has_several_models:  # with the spare one; more if there are more descriptors
+        engines = min(max(len(settings.models), 16) + 1, limit // (4 * PER_ENGINE_PROCESS))
     spare = max(32, limit // 8)
-    room = limit - len(os.listdir("/dev/fd")) - engines - spare
+    room = limit - len(os.listdir("/dev/fd")) - engines * PER_ENGINE_PROCESS - spare
     if room < 1:
         raise SettingsError(
             f"This process may open {limit} files, which leaves none for connections. What works: ulimit -n 1024"

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -308,9 +309,12 @@ class SpareEngine:
         self._process: EngineProcess | None = None
 
     def prepare(self) -> None:
-        """Start the process, unless there is one. Raises OSError."""
+        """Start the process, unless there is one, or no memory or descriptors for it."""
+        from zmq import ZMQError
+
         if self._process is None:
-            self._process = _engine_process().__enter__()
+            with suppress(OSError, ZMQError):
+                self._process = _engine_process().__enter__()
 
     def take(self) -> EngineProcess:
         """Return the process, or if there is none, or it has ended, one that is not started."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -360,8 +360,7 @@ class ModelPool:
                 model.scope.cancel()
         is_loading = any(each.state is ModelState.LOADING for each in self.models)
         if self._spare is not None and not is_loading and any(not each.holds_memory for each in self.models):
-            with suppress(OSError):
-                self._spare.prepare()
+            self._spare.prepare()
 
     def _is_loaded(self, model: ModelServer, started: float, need: int) -> None:
         if self.only is None and model.state is not ModelState.LOADING:

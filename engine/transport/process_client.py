@@ -28,6 +28,7 @@ from engine.transport.channel import Deliver, or_dead
 from engine.transport.client import Queries
 from engine.transport.wire import HEARTBEAT, NumberChecker, Numberer, Report, addresses, decoder
 
+DESCRIPTORS = 16  # that a process takes here: sockets, pipes, the heartbeat
 END_SECONDS = 2.5  # time for a step in progress to end after Close was sent
 
 _LONGEST_PATH = 100  # characters; a Unix socket's path may have 107
@@ -200,6 +201,9 @@ class EngineProcess:
         if hasattr(self, "_resources"):
             return self
         with ExitStack() as stack:
+            with ExitStack() as reserve:  # raises OSError for too few; without them ZMQ aborts this process
+                for _ in range(DESCRIPTORS):
+                    reserve.callback(os.close, os.open(os.devnull, os.O_RDONLY))
             directory = Path(stack.enter_context(_private_directory()))
             self.heartbeat = Heartbeat.create(directory / HEARTBEAT)
             context = zmq.Context()

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
+import zmq
 
 from app.config.settings import Settings
 from app.config.several import models_in
+from app.http.connections import PER_ENGINE_PROCESS
+from app.serving import loading
 from app.serving.model_policy import ModelState
 from app.serving.model_pool import ModelPool, _asked
 from app.serving.model_server import ModelServer
 from app.serving.server import Server, ServerPhase
 from engine.errors import HeadraceError
+from engine.transport.process_client import EngineProcess
 from protocol.errors import ApiError
 
 
@@ -115,6 +122,31 @@ def test_a_deadline_of_any_number_is_a_time(pool: ModelPool, number: str) -> Non
 
     asked = _asked(f'{{"timeout": {number}}}'.encode())
     assert pool._deadline(pool.models[0], Request(), asked) <= 1.0 + pool.settings.max_timeout  # type: ignore[arg-type]
+
+
+def test_a_lack_of_descriptors_leaves_the_server_without_a_spare_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> EngineProcess:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(loading, "_engine_process", fail)
+    spare = loading.SpareEngine()
+    spare.prepare()
+    spare.close()
+
+
+LIMITS = """
+import os, resource
+from app.config.settings import Settings
+from app.http.connections import connection_limits
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+limits = connection_limits(Settings(models={"a": {}, "b": {}}))
+print(1024 - len(os.listdir("/dev/fd")) - limits.connections - limits.refusals - limits.newcomers)
+"""
+
+
+def test_a_flood_of_connections_leaves_descriptors_for_the_engines_of_several_models() -> None:
+    left = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True).stdout
+    assert int(left) >= 8 * PER_ENGINE_PROCESS
 
 
 def test_clients_do_not_read_where_a_broken_model_is(pool: ModelPool) -> None:

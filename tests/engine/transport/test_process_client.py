@@ -55,6 +55,29 @@ async def test_a_command_that_is_no_engine_is_a_dead_engine() -> None:
             await llm.wait_ready()
 
 
+FEW_DESCRIPTORS = """
+import os, resource, sys
+from engine.transport.process_client import EngineProcess
+refused = 0
+for number in range(24):
+    process = EngineProcess([sys.executable, "-c", ""])
+    limit = len(os.listdir("/proc/self/fd")) + number
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        with process:
+            pass
+    except OSError:
+        refused += 1
+print(refused)
+"""
+
+
+def test_a_process_without_descriptors_for_an_engine_raises_and_is_not_aborted() -> None:
+    ended = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) >= 12
+
+
 BABBLER = """
 import pathlib, sys, zmq
 from engine.transport.wire import addresses

@@ -139,8 +139,8 @@ class PromptEncoder:
 
     async def _encode_pairs(self, prompts: PairPrompts, max_model_len: int) -> list[list[int]]:
         """Tokenize pairs in the form that the model was trained on. Text never becomes special tokens."""
-        body, is_decoder = prompts.body, prompts.is_decoder
-        limit = max_model_len - is_decoder  # a decoder generates a token
+        body = prompts.body
+        limit = max_model_len - prompts.is_decoder  # a decoder generates a token
         longest = body.longest(limit)
         pairs = prompts.pairs
         if longest is None:
@@ -149,12 +149,19 @@ class PromptEncoder:
                 self._check_length(self._fewest_tokens(num_characters), max_model_len, pair.param)
         most = limit * self._longest_token  # longer texts have more tokens than the context
         pairs = [pair._replace(query=pair.query[:most], document=pair.document[:most]) for pair in pairs]
-        encode = self._instructed if is_decoder else self._paired
+        size = sum(len(each.query) + len(each.document) for each in pairs)
+        return await self._run(lambda: self._encode_each(prompts, pairs, limit, longest), size)
 
-        def encode_all() -> list[list[int]]:
-            return [encode(prompts, pair, limit, longest) for pair in pairs]
+    def encode_pairs_here(self, prompts: PairPrompts, max_model_len: int) -> list[list[int]]:
+        """Tokenize pairs on the caller's thread, without an event loop. Raises InvalidRequest."""
+        limit = max_model_len - prompts.is_decoder
+        return self._encode_each(prompts, prompts.pairs, limit, prompts.body.longest(limit))
 
-        return await self._run(encode_all, sum(len(each.query) + len(each.document) for each in pairs))
+    def _encode_each(
+        self, prompts: PairPrompts, pairs: Sequence[Pair], limit: int, longest: int | None
+    ) -> list[list[int]]:
+        encode = self._instructed if prompts.is_decoder else self._paired
+        return [encode(prompts, pair, limit, longest) for pair in pairs]
 
     def _instructed(self, prompts: PairPrompts, pair: Pair, limit: int, longest: int | None) -> list[int]:
         body = prompts.body
@@ -225,8 +232,12 @@ class PromptEncoder:
     def encode_chat_here(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it on the caller's thread, without an event loop. Threads may call it at
         once. Raises InvalidRequest."""
+        return self._encode(body, self.render_here(body, max_model_len))
+
+    def render_here(self, body: ChatCompletionRequest, max_model_len: int) -> list[Segment]:
+        """Render the conversation on the caller's thread. Raises InvalidRequest."""
         messages, tools, *_ = self._conversation(body)
-        return self._encode(body, self._render(body, messages, tools, max_model_len))
+        return self._render(body, messages, tools, max_model_len)
 
     def _render(self, body: ChatCompletionRequest, messages: Dicts, tools: Dicts | None, limit: int) -> list[Segment]:
         segments = self._template.render(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from msgspec import UNSET, UnsetType
 
 from engine.errors import InvalidRequest
-from engine.messages import RequestOutput
+from engine.messages import RequestOutput, TokenLogprobs
 from protocol.answers import Answer, AnswerContext, encode
 from protocol.openai.answers import PrefillAnswer
 from protocol.openai.embeddings import EmbeddingBodyWriter, PrefillWriter
@@ -35,15 +35,15 @@ class LabelSet(NamedTuple):
                 param="model",
             )
 
-    def logits_of(self, output: RequestOutput) -> NDArray[np.float32] | None:
+    def logits_of(self, embedding: bytes | None, logprobs: list[TokenLogprobs] | None) -> NDArray[np.float32] | None:
         """Return the logits in an output, one for each label. Those of a decoder are less by a common term."""
         import numpy as np  # here, because the server answers before it needs them
 
-        if output.embedding is not None:
-            return np.frombuffer(output.embedding, np.float32)
-        if not output.logprobs or not self.token_ids:
+        if embedding is not None:
+            return np.frombuffer(embedding, np.float32)
+        if not logprobs or not self.token_ids:
             return None
-        found = dict(output.logprobs[0].top)
+        found = dict(logprobs[0].top)
         return np.array([found[token_id] for token_id in self.token_ids], np.float32)
 
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -147,7 +147,7 @@ class _ScoresWriter(PrefillWriter[R]):
         self._labels = labels
 
     def _read(self, output: RequestOutput) -> NDArray[np.float32] | None:
-        return self._labels.logits_of(output)
+        return self._labels.logits_of(output.embedding, output.logprobs)
 
     def _rows(self) -> NDArray[np.float32]:
         import numpy as np

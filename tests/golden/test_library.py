@@ -16,9 +16,9 @@ import pytest
 
 import headrace
 from app.config.settings import SettingsError
-from app.library import LLM
+from app.library import LLM, SamplingParams
 from engine.errors import EngineDead
-from engine.messages import EngineCoreRequest, SamplingParams
+from engine.messages import EngineCoreRequest
 from tests.golden.driving import fresh_core
 from tests.support.interrupts import call_and_interrupt
 

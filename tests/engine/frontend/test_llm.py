@@ -70,7 +70,7 @@ def test_without_sampling_parameters_a_prompt_gets_the_models(core: EngineCore) 
 
 
 @pytest.mark.parametrize(
-    ("prompts", "kind"), [(b"bytes", "bytes"), (["fine", b"bytes"], "bytes"), ([1, 2], "int"), ([["a"]], "list")]
+    ("prompts", "kind"), [(b"bytes", "bytes"), (["fine", b"bytes"], "bytes"), ([[1], 2], "int"), ([["a"]], "list")]
 )
 def test_a_prompt_that_is_no_text_and_no_token_ids_is_refused(core: EngineCore, prompts: Any, kind: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^prompts must be texts or lists of token ids, got a {kind}"):

@@ -18,7 +18,7 @@ from engine.transport.wire import Report
 
 def build(setup: dict[str, Any], report: Report) -> EngineCore:
     """Load the model, which the server has opened already."""
-    started = time.monotonic()
+    started = setup.get("started", time.monotonic())
     settings = Settings(**setup["settings"])
     configure_logging(settings)
     if setup["index"] is not None:

@@ -284,9 +284,10 @@ def make_process_client(
     from engine.transport.process_client import ProcessClient
 
     start = partial(_engine_process, share.devices, ends_when_stopped=share.settings.engines_start_again)
+    setup = {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index}
     return ProcessClient(
         start if spare is None else spare.take,
-        {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
+        setup if spare is None else {**setup, "started": time.monotonic()},  # the machine has one such clock
         on_progress=progress,
     )
 

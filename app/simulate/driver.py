@@ -57,6 +57,8 @@ PRESETS = {
     "comfortable": _COMFORTABLE,
     "overloaded": _COMFORTABLE.model_copy(update={"rate": 8.0, "max_num_seqs": 4}),
     "one slot": _COMFORTABLE.model_copy(update={"rate": 2.0, "max_num_seqs": 1, "output_len": 24.0}),
+    "bursts": _COMFORTABLE.model_copy(update={"burstiness": 0.1, "max_num_seqs": 4}),
+    "long prompts": _COMFORTABLE.model_copy(update={"input_len": 800.0, "max_num_batched_tokens": 256, "rate": 4.0}),
 }
 """The presets. With answers of 40 tokens at 15 ms, 8 slots serve 13 requests a second, 4 slots 6.7, so that 8 a second
 wait ever longer. One slot serves 2.8 answers of 24 tokens a second: 2 a second fit, with a long tail (p99)."""

@@ -1,5 +1,6 @@
 // Play: a recorded file of frames, opened here and sent nowhere.
 import { h, seconds } from "./dom.js";
+import { recording } from "./recording.js";
 import { View } from "./view.js";
 
 const MOST_BYTES = 512 * 2 ** 20;
@@ -13,12 +14,24 @@ export class Play {
     this.speed = h("select", { ariaLabel: "Speed" }, ...[0.25, 1, 4, 16].map((speed) => h("option", { value: speed, selected: speed === 1 }, `× ${speed}`)));
     this.place = h("input", { type: "range", min: 0, max: 0, value: 0, disabled: true, ariaLabel: "Time", oninput: () => this.seek(Number(this.place.value)) });
     this.time = h("span.where");
-    this.notice = h("p.notice", { role: "status" }, "Open a file that `headrace simulate --record FILE` has written. It stays in this browser.");
+    this.notice = h("p.notice", { role: "status", hidden: true });
+    this.last = h("button", { onclick: () => this.play(recording.frames.slice()) }, "Play the last simulation");
+    this.drop = h("div.drop", {}, h("span", {}, "Drop a recorded file here, or choose one:"), this.file, this.last,
+      h("span.faint", {}, h("code", {}, "headrace simulate --record FILE"), " writes such files. They stay in this browser."));
     this.body = h("div.view", { tabIndex: -1, hidden: true });
-    root.append(h("div.bar.controls", {}, this.file, this.button, this.speed, this.place, this.time), this.notice, this.body);
-    root.addEventListener("dragover", (event) => event.preventDefault());
-    root.addEventListener("drop", (event) => { event.preventDefault(); this.open(event.dataTransfer.files[0]); });
+    this.controls = h("div.bar.controls", { hidden: true }, this.button, this.speed, this.place, this.time);
+    root.append(this.drop, this.notice, this.controls, this.body);
+    for (const [name, isOver] of [["dragover", true], ["dragleave", false], ["drop", false]]) {
+      root.addEventListener(name, (event) => { event.preventDefault(); this.drop.classList.toggle("over", isOver); });
+    }
+    root.addEventListener("drop", (event) => this.open(event.dataTransfer.files[0]));
     this.view = new View(this.body);
+  }
+
+  enter() {
+    const { frames } = recording;
+    this.last.disabled = !frames.length;
+    this.last.title = frames.length ? `${seconds(frames.at(-1).time - frames[0].time)} of virtual time` : "Run one under Simulate first.";
   }
 
   leave() { this.stop(); }
@@ -29,19 +42,24 @@ export class Play {
     try {
       if (file.size > MOST_BYTES) throw new Error("it has more than 512 MiB");
       const lines = (await file.text()).split("\n").filter((line) => line.trim());
-      this.frames = lines.map((line, index) => {
+      const frames = lines.map((line, index) => {
         try {
           return JSON.parse(line);
         } catch { throw new Error(`line ${index + 1} is not JSON`); }
       }).filter((each) => each.object === "frame");
-      if (!this.frames.length) throw new Error("it has no frames");
+      if (!frames.length) throw new Error("it has no frames");
+      this.play(frames);
     } catch (error) {
-      this.frames = [];
       this.tell(`${file.name} cannot be played: ${error.message}.`);
-      return;
     }
+  }
+
+  play(frames) {
+    this.stop();
+    this.frames = frames;
     this.tell("");
-    this.body.hidden = false;
+    this.body.hidden = this.controls.hidden = false;
+    this.drop.classList.add("small");
     this.place.max = this.frames.length - 1;
     this.place.disabled = this.button.disabled = false;
     this.seek(Math.min(8, this.frames.length - 1));

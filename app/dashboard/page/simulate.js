@@ -1,18 +1,27 @@
 // Simulate: the server's own scheduler on a virtual clock. Arrivals above, the active set in the middle, what came out
 // below. Every request says all parameters and changes, so the same simulation can be had again at any time.
+import { BOTTOM, drawAxes, LEFT, roundUp, tick } from "./axes.js";
 import { colours, fit, h, number, seconds } from "./dom.js";
 import { History } from "./history.js";
-import { Lanes } from "./lanes.js";
+import { explain, Lanes } from "./lanes.js";
+import { record } from "./recording.js";
 import { ask, Refused } from "./server.js";
 import { legend } from "./view.js";
 
 const TICK = 125; // milliseconds
 const SPAN = 20; // virtual seconds that are shown
 const SLIDERS = [ // name, words, least, most, step, unit
-  ["rate", "Arrivals", 0.5, 20, 0.5, "/s"], ["max_num_seqs", "Most active", 1, 64, 1, ""], ["step_seconds", "A step takes", 0.005, 0.1, 0.005, "s"],
+  ["rate", "Arrivals", 0.5, 20, 0.5, "/s"], ["max_num_seqs", "Most active", 1, 64, 1, ""], ["step_seconds", "Step time", 0.005, 0.1, 0.005, "s"],
   ["input_len", "Prompt, mean", 8, 1024, 8, "tokens"], ["output_len", "Answer, mean", 4, 256, 4, "tokens"], ["max_num_batched_tokens", "Budget of a step", 256, 2048, 64, "tokens"],
 ];
-const LESSONS = { comfortable: "3/s, 8 slots: comfortable", overloaded: "8/s, 4 slots: grows without bound", "one slot": "2/s, 1 slot: p99 hurts" };
+const TOP = 10; // pixels above the highest value
+const LESSONS = { // what a preset is called, and what to look at
+  comfortable: ["Comfortable", "3 requests a second and 8 slots, which could serve 13: hardly one waits. Move “Arrivals” up until the queue grows."],
+  overloaded: ["Overloaded", "8 requests a second and 4 slots, which serve 6.7: the queue grows without bound. Move “Most active” up, and see it empty."],
+  "one slot": ["One at a time", "2 requests a second and 1 slot, which could serve 2.8: all are served, and one in a hundred waits for seconds."],
+  bursts: ["Everyone at once", "3 requests a second on average and 4 slots, but the requests come in bursts: the slots that were enough are not while a burst lasts."],
+  "long prompts": ["Long documents", "Prompts of 800 tokens fill the budget of a step: their prefill delays every first token. Move “Budget of a step”."],
+};
 
 export class Simulate {
   constructor(root) {
@@ -34,16 +43,20 @@ export class Simulate {
     this.arrivals = h("canvas.arrivals", { role: "img", ariaLabel: "Arrivals and the queue" });
     this.active = h("canvas.lanes", { role: "img", ariaLabel: "The active set" });
     this.outputs = h("canvas.outputs", { role: "img", ariaLabel: "Outputs" });
-    this.lanes = new Lanes(this.active, () => {}, 22);
+    this.lanes = new Lanes(this.active, () => {}, 40);
+    this.lanes.onPoint = () => this.draw();
+    this.words = h("p.explained");
+    this.lesson = h("p.lesson", { role: "status" }, "Choose a situation, or move the sliders.");
     root.append(this.notice,
-      h("div.panel", {}, h("div.bar.controls", {}, this.presets, h("span.spacer"), this.clock, this.speed, h("button", { onclick: () => this.step() }, "One step"), h("button", { onclick: () => this.begin() }, "Begin anew"), this.run), sliders),
+      h("div.panel", {}, h("div.bar.controls", {}, this.presets, h("span.spacer"), this.clock, this.speed, h("button", { onclick: () => this.step() }, "One step"), h("button", { onclick: () => this.begin() }, "Restart"), this.run), sliders, this.lesson),
       this.figures,
-      h("div.panel", {}, h("div.bar", {}, h("h2", {}, "Arrivals"), legend("decode", "running or done"), legend("warn", "waiting"), legend("faint", "how many wait")), this.arrivals),
-      h("div.panel", {}, h("div.bar", {}, h("h2", {}, "Active set"), legend("prefill", "prefill"), legend("decode", "decode")), this.active),
+      h("div.panel", {}, h("div.bar", {}, h("h2", {}, "Arrivals"), legend("decode", "running or done"), legend("warn", "waiting"), legend("faint", "how many wait (scale at the left)")), this.arrivals),
+      h("div.panel", {}, h("div.bar", {}, h("h2", {}, "Active set"), legend("prefill", "prefill"), legend("decode", "decode")), this.active, this.words),
       h("div.panel", {}, h("div.bar", {}, h("h2", {}, "Outputs"), legend("decode", "time to first token, of each answer when it ended"), legend("cached", "its whole time")), this.outputs));
     this.parameters = {};
     this.reset();
     new ResizeObserver(() => this.draw()).observe(root);
+    addEventListener("theme-changed", () => this.draw());
   }
 
   enter() {
@@ -113,6 +126,7 @@ export class Simulate {
 
   take({ time, frame, kpis, sent, ended, parameters, presets }) {
     if (presets) this.showPresets(presets);
+    record(frame, !this.time);
     this.time = time;
     this.kpis = kpis;
     this.history.push(frame);
@@ -129,7 +143,11 @@ export class Simulate {
   }
 
   showPresets(presets) {
-    this.presets.replaceChildren(...Object.entries(presets).map(([name, parameters]) => h("button", { onclick: () => { this.begin(parameters); this.setRunning(true); } }, LESSONS[name] ?? name)));
+    if (this.presets.children.length) return;
+    this.presets.replaceChildren(...Object.entries(presets).map(([name, parameters]) => {
+      const [words, lesson] = LESSONS[name] ?? [name, ""];
+      return h("button", { title: lesson, onclick: () => { this.lesson.textContent = lesson; this.begin(parameters); this.setRunning(true); } }, words);
+    }));
   }
 
   draw() {
@@ -143,32 +161,40 @@ export class Simulate {
       figure("Little’s law", `L ${kpis.num_in_system.toFixed(1)}`, ` λW ${kpis.little.toFixed(1)}`));
     this.figures.title = `L is how many were in the system on average, λ how many left in a second (${kpis.request_rate.toFixed(2)}), W how long each was there (${seconds(kpis.mean_seconds)}). They agree when what comes also leaves.`;
     this.lanes.draw(this.history, this.history.steps.length - 1, null);
-    const place = (at, width) => width - ((time - at) / SPAN) * width;
-    fit(this.arrivals, (context, width, height) => {
+    const step = this.lanes.pointed;
+    this.words.textContent = step ? explain(step, this.history.steps[this.history.steps.indexOf(step) - 1]) : "Point at a step to have it explained.";
+    const every = SPAN / 4;
+    const drawBoth = (canvas, most, words, draw) => fit(canvas, (context, width, height) => {
       const colour = colours();
-      const most = Math.max(4, ...this.queue.map(([, count]) => count));
+      const floor = height - BOTTOM;
+      const place = (at) => width - 4 - ((time - at) / SPAN) * (width - 4 - LEFT);
+      const times = Array.from({ length: 5 }, (_, index) => (Math.floor(time / every) - index) * every).filter((at) => at >= 0 && at > time - SPAN);
+      context.fillStyle = colour.line;
+      for (const y of [TOP, floor]) context.fillRect(LEFT, y, width - LEFT, 0.5);
+      for (const at of times) context.fillRect(place(at), TOP, 0.5, floor - TOP);
+      draw(context, place, (value) => floor - (value / most) * (floor - TOP), colour);
+      drawAxes(context, colour, { height, width, ys: [[TOP, words(most)], [floor - 4, "0"]], xs: times.map((at) => [place(at), tick(at)]) });
+    });
+    const waiting = roundUp(Math.max(4, ...this.queue.map(([, count]) => count)));
+    drawBoth(this.arrivals, waiting, number, (context, place, y, colour) => {
       context.strokeStyle = colour.faint;
       context.beginPath();
-      for (const [at, count] of this.queue) context.lineTo(place(at, width), height - 2 - (count / most) * (height - 26));
+      for (const [at, count] of this.queue.filter(([at]) => at > time - SPAN)) context.lineTo(place(at), y(count));
       context.stroke();
       for (const request of this.requests.values()) {
+        if (request.sent < time - SPAN) continue;
         context.fillStyle = request.runs || request.end ? colour.decode : colour.warn;
-        context.fillRect(place(request.sent, width) - 1, 2, 2, 14);
+        context.fillRect(place(request.sent) - 1, TOP + 2, 2, 14);
       }
     });
-    fit(this.outputs, (context, width, height) => {
-      const colour = colours();
-      const ended = [...this.requests.values()].filter(({ end }) => end > time - SPAN);
-      const most = Math.max(0.5, ...ended.map(({ sent, end }) => end - sent));
-      context.fillStyle = colour.text;
-      context.font = "11px system-ui";
-      context.fillText(seconds(most), 2, 11);
+    const ended = [...this.requests.values()].filter(({ end }) => end > time - SPAN);
+    drawBoth(this.outputs, roundUp(Math.max(0.5, ...ended.map(({ sent, end }) => end - sent))), tick, (context, place, y, colour) => {
       for (const { sent, first, end } of ended) {
-        const x = place(end, width);
+        const x = place(end);
         context.fillStyle = colour.cached;
-        context.fillRect(x - 1, height - ((end - sent) / most) * (height - 4), 3, ((end - sent) / most) * (height - 4));
+        context.fillRect(x - 1, y(end - sent), 3, y(0) - y(end - sent));
         context.fillStyle = colour.decode;
-        context.fillRect(x - 2, height - 2 - (((first ?? end) - sent) / most) * (height - 6), 5, 4);
+        context.fillRect(x - 2, y((first ?? end) - sent) - 2, 5, 4);
       }
     });
   }

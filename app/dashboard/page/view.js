@@ -1,20 +1,28 @@
 // What frames show, for live and for play: figures, lanes, queue, blocks, and one request.
 import { drawBlocks } from "./blocks.js";
+import { span } from "./axes.js";
 import { h, number, quantile, seconds } from "./dom.js";
 import { History } from "./history.js";
-import { Lanes } from "./lanes.js";
+import { explain, Lanes } from "./lanes.js";
 
-const ENDS = { stop: "ended", length: "ended at their limit", abort: "aborted", error: "failed", timeout: "too late", preempted: "preempted" };
+const HINT = "Choose a request to see its timeline and why it waits.";
+const POINT = "Point at a step, or go through them with ← and →, to have one explained.";
+const ENDS = { stop: "ended", length: "ended at their limit", abort: "aborted", error: "failed", timeout: "timed out", preempted: "preempted" };
 
 export class View {
-  constructor(root) {
+  // `abort(id)` ends a request; a recording has none.
+  constructor(root, abort = null) {
+    this.abort = abort;
     this.histories = new Map(); // by engine
     this.engine = 0;
     this.cursor = null; // index of the step that is shown; null: the latest
     this.selected = null;
+    this.tenant = null; // the one whose requests are listed; null: all
     this.figures = h("dl.figures");
     this.canvas = h("canvas.lanes", { role: "img", ariaLabel: "Who ran in the last steps" });
     this.lanes = new Lanes(this.canvas, (id) => this.select(id));
+    this.lanes.onPoint = () => this.drawSoon();
+    this.words = h("p.explained");
     this.pause = h("button", { onclick: () => this.hold(this.cursor === null ? this.last : null) }, "Pause");
     this.slider = h("input", { type: "range", min: 0, max: 0, value: 0, ariaLabel: "Step", oninput: () => this.hold(Number(this.slider.value)) });
     this.where = h("span.where");
@@ -26,16 +34,19 @@ export class View {
     this.reasons = h("p.reasons");
     this.running = h("ul.requests", { ariaLabel: "Running" });
     this.waiting = h("ul.requests", { ariaLabel: "Waiting" });
-    this.details = h("div.details", {}, h("p.faint", {}, "Choose a request to see its timeline and why it waits."));
+    this.listed = h("p.faint");
+    this.details = h("div", {}, h("p.faint", {}, HINT));
+    this.end = h("button", { hidden: true, onclick: () => this.askToEnd() }, "Abort");
+    this.said = h("p.faint", { role: "status" });
     root.append(
       this.figures,
       h("div.panel.wide", {},
         h("div.bar", {}, h("h2", {}, "Steps"), legend("decode", "decode"), legend("prefill", "prefill"), legend("warn", "preempted"), legend("bad", "aborted, failed"), this.aim, h("span.spacer"), this.engines, this.where,
           h("button", { onclick: () => this.move(-1), title: "One step back (←)", ariaLabel: "One step back" }, "‹"), this.slider, h("button", { onclick: () => this.move(1), title: "One step on (→)", ariaLabel: "One step on" }, "›"), this.pause),
-        this.canvas),
+        this.canvas, this.words),
       h("div.columns", {},
-        h("div.panel", {}, h("h2", {}, "Requests"), this.queue, this.running, this.waiting),
-        h("div.panel", {}, h("h2", {}, "One request"), this.details, h("h2", {}, "Ends and refusals"), this.reasons),
+        h("div.panel", {}, h("h2", {}, "Requests"), this.queue, this.running, this.waiting, this.listed),
+        h("div.panel", {}, h("h2", {}, "One request"), h("div.details", {}, this.details, this.end, this.said), h("h2", {}, "Finished and refused"), this.reasons),
         h("div.panel", {}, h("h2", {}, "KV blocks"), this.blocks, this.blockWords)),
     );
     root.addEventListener("keydown", (event) => {
@@ -47,6 +58,7 @@ export class View {
       event.preventDefault();
     });
     new ResizeObserver(() => this.draw()).observe(root);
+    addEventListener("theme-changed", () => this.drawSoon());
   }
 
   get history() { return this.histories.get(this.engine); }
@@ -76,7 +88,27 @@ export class View {
 
   hold(cursor) { this.cursor = cursor; this.drawSoon(); }
   move(by) { this.hold(Math.max(0, Math.min(this.last, (this.cursor ?? this.last) + by))); }
-  select(id) { this.selected = this.selected === id ? null : id; this.drawSoon(); }
+  select(id) {
+    this.selected = this.selected === id ? null : id;
+    this.isAskedTwice = false;
+    this.said.textContent = "";
+    this.drawSoon();
+  }
+
+  async askToEnd() {
+    if (!this.isAskedTwice) {
+      this.isAskedTwice = true;
+      this.drawSoon();
+      return;
+    }
+    this.isAskedTwice = false;
+    try {
+      await this.abort(this.selected);
+    } catch (error) {
+      this.said.textContent = error.message;
+    }
+    this.drawSoon();
+  }
 
   drawSoon() {
     if (this.asked) return;
@@ -92,17 +124,22 @@ export class View {
     const frame = this.cursor === null ? history.frame : step?.frame ?? history.frame;
     this.slider.max = Math.max(0, this.last);
     this.slider.value = end;
-    this.pause.textContent = this.cursor === null ? "Pause" : "Go on";
+    this.pause.textContent = this.cursor === null ? "Pause" : "Resume";
     this.where.textContent = step ? `step ${step.step}${this.cursor === null ? "" : ` · ${step.rows.length} requests · ${seconds(step.seconds)}`}` : "no step yet";
     this.aim.lastChild.textContent = `aimed at ${seconds(frame.limits.target_inter_token_latency)}`;
-    this.lanes.draw(history, end, this.selected);
+    const request = this.selected && history.requests.get(this.selected);
+    if (!request) this.selected = null;
+    // A request that has left dims no others, but where one looks back.
+    const isHere = request && (request.lane !== null || this.cursor !== null || frame.waiting.some((each) => each.request_id === request.id));
+    this.lanes.draw(history, end, isHere ? this.selected : null);
+    this.drawWords(history, step);
     // The rates of an engine that has nothing to do fall to none, and those of a long step stay.
     const isIdle = this.cursor === null && !frame.num_running;
     this.drawFigures(history.figures(isIdle ? frame.time : step?.time), frame);
     this.drawRequests(frame);
     drawBlocks(this.blocks, frame.blocks);
     this.drawBlockWords(frame.blocks);
-    this.drawDetails(history, frame);
+    this.drawDetails(request, frame);
     const left = [...history.left].map(([why, count]) => `${number(count)} ${ENDS[why] ?? why}`);
     const refused = [...history.refused].map(([why, count]) => `${number(count)} refused: ${why.replaceAll("_", " ")}`);
     this.reasons.textContent = [...left, ...refused].join(" · ") || "None since this page was opened.";
@@ -114,7 +151,7 @@ export class View {
     const both = (pair) => [seconds(pair?.[0]), ` p99 ${seconds(pair?.[1])}`];
     this.figures.replaceChildren(
       figure("Running", number(frame.num_running), ` of ${frame.limits.max_num_seqs}`),
-      figure("Waiting", number(frame.num_waiting)),
+      figure("Waiting", number(frame.num_waiting), frame.oldest_wait ? ` oldest ${span(frame.oldest_wait)}` : ""),
       figure("Decode", number(figures.decode ?? 0), " tok/s"),
       figure("Prefill", number(figures.prefill ?? 0), " tok/s"),
       figure("Step", seconds(figures.step), figures.steps ? ` ${number(figures.steps)}/s` : ""),
@@ -124,34 +161,56 @@ export class View {
     );
   }
 
-  drawRequests(frame) {
-    const most = Math.max(1, ...frame.tenants.map((tenant) => tenant.num_running + tenant.num_waiting));
-    this.queue.replaceChildren(...frame.tenants.slice(0, 12).map((tenant) => {
-      const bar = (kind, count) => {
-        const element = h(`span.share.${kind}`);
-        element.style.width = `${(100 * count) / most}%`;
-        return element;
-      };
-      return h("div.tenant", {}, h("span.name", {}, tenant.tenant || "everybody"), h("span.track", {}, bar("runs", tenant.num_running), bar("waits", tenant.num_waiting)),
-        h("span.counts", {}, `${tenant.num_running} run, ${tenant.num_waiting} wait`));
-    }));
-    this.fill(this.running, frame.running, (request) => progress(request));
-    this.fill(this.waiting, frame.waiting, (request) => request.waits_for ?? "");
+  // The step under the pointer, else the one where the view was stopped.
+  drawWords(history, shown) {
+    const step = this.lanes.pointed ?? (this.cursor === null ? null : shown);
+    const before = step && history.steps[history.steps.indexOf(step) - 1];
+    this.words.textContent = step ? explain(step, before, history.frame.limits.target_inter_token_latency) : POINT;
   }
 
-  // Rows are kept while their request is there, so that a click or the focus does not fall between two frames.
-  fill(list, requests, words) {
-    const rows = new Map([...list.children].map((row) => [row.dataset.id, row]));
-    requests.forEach((request, index) => {
-      const id = request.request_id;
+  drawRequests(frame) {
+    const most = Math.max(1, ...frame.tenants.map((tenant) => tenant.num_running + tenant.num_waiting));
+    if (!frame.tenants.some(({ tenant }) => tenant === this.tenant)) this.tenant = null;
+    this.fill(this.queue, frame.tenants.slice(0, 12), ({ tenant }) => tenant, ({ tenant }) => {
+      const choose = () => { this.tenant = this.tenant === tenant ? null : tenant; this.drawSoon(); };
+      return h("div", {}, h("button.tenant", { onclick: choose, title: "Show only this tenant's requests" },
+        h("span.name", {}, tenant || "anonymous"), h("span.track", {}, h("span.share.runs"), h("span.share.waits")), h("span.counts")));
+    }, (row, { tenant, num_running: runs, num_waiting: waits }) => {
+      const [, track, counts] = row.firstChild.children;
+      track.firstChild.style.width = `${(100 * runs) / most}%`;
+      track.lastChild.style.width = `${(100 * waits) / most}%`;
+      counts.textContent = `${runs} running, ${waits} waiting`;
+      row.firstChild.setAttribute("aria-pressed", this.tenant === tenant);
+    });
+    const several = frame.tenants.length > 1 && this.tenant === null;
+    const of = (requests) => requests.filter(({ tenant }) => this.tenant === null || tenant === this.tenant);
+    this.fillRequests(this.running, of(frame.running), progress, several);
+    this.fillRequests(this.waiting, of(frame.waiting), (request) => `${request.waits_for ?? ""}, ${span(frame.time - request.arrival_time)}`, several);
+    const [given, all] = [frame.running.length + frame.waiting.length, frame.num_running + frame.num_waiting];
+    this.listed.textContent = given < all ? `The first ${given} of ${all} requests.` : all ? "" : "No request at the moment.";
+  }
+
+  fillRequests(list, requests, words, withTenant) {
+    const key = ({ request_id: id }) => id;
+    const make = ({ request_id: id }) => h("li", {}, h("button.request", { onclick: () => this.select(id) }, h("code", {}, id), h("span")));
+    this.fill(list, requests, key, make, (row, request) => {
+      row.firstChild.lastChild.textContent = `${withTenant ? `${request.tenant || "anonymous"} · ` : ""}${words(request)}`;
+      row.firstChild.setAttribute("aria-pressed", request.request_id === this.selected);
+    });
+  }
+
+  // Rows are kept while what they show is there, so that a click or the focus does not fall between two frames.
+  fill(list, items, key, make, update) {
+    const rows = new Map([...list.children].map((row) => [row.dataset.key, row]));
+    items.forEach((item, index) => {
+      const id = key(item);
       let row = rows.get(id);
       rows.delete(id);
       if (!row) {
-        row = h("li", {}, h("button.request", { onclick: () => this.select(id) }, h("code", {}, id), h("span")));
-        row.dataset.id = id;
+        row = make(item);
+        row.dataset.key = id;
       }
-      row.firstChild.lastChild.textContent = words(request);
-      row.firstChild.setAttribute("aria-pressed", id === this.selected);
+      update(row, item);
       if (list.children[index] !== row) list.insertBefore(row, list.children[index] ?? null);
     });
     for (const row of rows.values()) row.remove();
@@ -166,10 +225,13 @@ export class View {
       ...(blocks.map_stride > 1 ? [` · one cell in ${blocks.map_stride} blocks`] : []));
   }
 
-  drawDetails(history, frame) {
-    const request = this.selected && history.requests.get(this.selected);
+  drawDetails(request, frame) {
+    const isThere = request && [...frame.running, ...frame.waiting].some((each) => each.request_id === request.id);
+    this.end.hidden = !this.abort || !isThere || this.cursor !== null;
+    this.end.textContent = this.isAskedTwice ? "Abort it, really" : "Abort";
+    this.end.classList.toggle("danger", Boolean(this.isAskedTwice));
     if (!request) {
-      if (this.selected) this.details.replaceChildren(h("p.faint", {}, "It left more steps ago than are kept here."));
+      this.details.replaceChildren(h("p.faint", {}, HINT));
       return;
     }
     const now = [...frame.running, ...frame.waiting].find((each) => each.request_id === request.id);
@@ -177,12 +239,12 @@ export class View {
     const rows = [["Id", request.id]];
     const ended = request.ends.at(-1);
     if (facts) {
-      rows.push(["Tenant", facts.tenant || "everybody"], ["Prompt", `${facts.num_prompt_tokens} tokens, ${facts.num_cached_tokens} of them cached`]);
+      rows.push(["Tenant", facts.tenant || "anonymous"], ["Prompt", `${facts.num_prompt_tokens} tokens, ${facts.num_cached_tokens} of them cached`]);
       rows.push(["Output", `${facts.num_output_tokens} tokens`], ["Blocks", `${facts.num_blocks}`]);
       if (facts.num_preemptions) rows.push(["Preempted", `${facts.num_preemptions} times`]);
     }
-    if (now) rows.push(["State", now.waits_for ? `waits: ${now.waits_for}, for ${seconds(frame.time - now.arrival_time)}` : `${now.status}, here for ${seconds(frame.time - now.arrival_time)}`]);
-    else if (ended) rows.push(["State", ENDS[ended.why] ?? ended.why]);
+    if (now) rows.push(["State", now.waits_for ? `waits: ${now.waits_for}, for ${span(frame.time - now.arrival_time)}` : `${now.status}, here for ${span(frame.time - now.arrival_time)}`]);
+    else if (ended) rows.push(["State", (ENDS[ended.why] ?? ended.why).replace("their", "its")]);
     this.details.replaceChildren(h("dl.facts", {}, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])), timeline(request, facts?.arrival_time));
   }
 }

@@ -58,7 +58,7 @@ def test_live_lanes_move_and_a_killed_clients_row_ends(browser: Browser, open_se
         stopped = step_of(page)
         page.keyboard.press("ArrowLeft")
         open_server.poll(lambda: step_of(page), lambda step: step == stopped - 1, 0.05)
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Resume").click()
 
 
 def test_live_says_why_a_request_waits(browser: Browser, open_server: Server) -> None:
@@ -232,7 +232,7 @@ def test_a_simulation_ends_that_has_more_requests_than_are_kept(open_server: Ser
 def test_the_simulators_presets_and_sliders_work(browser: Browser, open_server: Server) -> None:
     with looking(browser, open_server, "/dashboard#simulate") as page:
         figure = page.locator("#simulate .figures")
-        page.get_by_role("button", name="8/s, 4 slots").click()
+        page.get_by_role("button", name="Overloaded").click()
         page.locator("#simulate select").select_option("20")
         expect(figure).to_contain_text("100 %", timeout=PATIENCE)
         expect(page.get_by_role("slider", name="Most active")).to_have_value("4")

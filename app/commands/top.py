@@ -1,13 +1,15 @@
 """`headrace top`: watches a running server in a terminal.
 
-Once a second it reads `/metrics` and, with an admin key, `/engine_state`. Without an admin key, and for other servers
-with vLLM's metrics, it shows figures but no requests.
+Once a second it reads `/metrics` and the dashboard's history; a thread follows the dashboard's frames. Both need an
+admin key where the dashboard does. Without it, and for other servers with vLLM's metrics, it shows figures but no
+requests.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import sys
 import termios
@@ -17,8 +19,10 @@ from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from threading import Event, Thread
+from typing import Any, TypedDict
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -29,16 +33,18 @@ from rich.text import Text
 
 from app.client import ServerClient, ServerError, printable
 from app.config.settings import Settings, SettingsError
-from app.observability.frames import Frame, make_frame
-from engine.snapshot import BlocksSnapshot, EngineSnapshot, RequestSnapshot
+from engine.snapshot import BlocksSnapshot, RequestSnapshot, TenantSnapshot
 
 MAX_INTERVAL = 3600.0  # seconds
 _ALWAYS_THERE = "num_requests_running"  # the metrics of every server have it
-_TIMEOUT = 15.0  # seconds; an engine may take ten for a step
+_TIMEOUT = 30.0  # seconds; a feed with nothing new sends a comment every fifteen
+_RECENT = 5.0  # seconds of steps that are shown
 _HEIGHTS = "▁▂▃▄▅▆▇█"
+_SORTS = ("", "tenant", "prompt", "cached", "output", "blocks", "seconds")  # "": in the order in which they run
+_KEYS = re.compile(r"\x1b[\[o][ab]|.", re.DOTALL)  # an arrow, up or down, or one character
 Counted = defaultdict[str, float]
 
-_NO_ADMINS = "The server has no admin_keys (HEADRACE_ADMIN_KEYS), so only /dashboard shows its requests."
+_NO_ADMINS = "The server has no admin_keys (HEADRACE_ADMIN_KEYS), so nobody can abort its requests."
 _NO_ADMIN = "To see requests, give one of the server's admin_keys (HEADRACE_ADMIN_KEYS)."
 
 
@@ -64,12 +70,44 @@ def run(settings: Settings, *, url: str | None, api_key: str | None, interval: f
         time.sleep(interval)
         console.print(page(watcher.url, watcher.look(), before, most_requests=64))
         return 0
+    screen = Screen(watcher)
     with Live(console=console, screen=True, auto_refresh=False) as live, _pressed_keys() as pressed:
         while True:
-            live.update(page(watcher.url, look, before, most_requests=console.height), refresh=True)
-            if "q" in pressed(interval):
-                return 0
+            until = time.monotonic() + interval
+            while (left := until - time.monotonic()) > 0:
+                shown = page(
+                    watcher.url, look, before, most_requests=console.height, width=console.width, screen=screen
+                )
+                live.update(shown, refresh=True)
+                if not screen.press(pressed(left), look):
+                    return 0
             before, look = look, watcher.look_again(look)
+
+
+class Frame(TypedDict, total=False):
+    """The parts of one engine's frame that are shown; `app.observability.frames` describes them."""
+
+    engine: int
+    time: float
+    limits: dict[str, float]
+    steps: list[dict[str, Any]]
+    running: list[RequestSnapshot]
+    waiting: list[RequestSnapshot]
+    tenants: list[TenantSnapshot]
+    blocks: BlocksSnapshot
+    oldest_wait: float | None
+
+
+class Past(msgspec.Struct, frozen=True):
+    """The parts of the dashboard's history that are shown."""
+
+    version: str = ""
+    seconds: float = 0.0  # since the server started
+    models: list[dict[str, Any]] = []
+    series: dict[str, dict[str, list[Any]]] = {}
+
+
+NO_PAST = Past()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,48 +117,104 @@ class Look:
     time: float
     counted: Counted
     frames: tuple[Frame, ...] = ()
+    past: Past = NO_PAST
     trouble: str = ""
 
 
 class Watcher:
-    """Polls the state of one server. Each `Look` (a snapshot) has the engine steps since the one before it."""
+    """Polls the state of one server, and follows its frames on a thread."""
 
     def __init__(self, url: str, api_key: str | None, admin_key: str | None) -> None:
         self.url = url
         self._client = ServerClient(url, api_key, timeout=_TIMEOUT)
         self._admin = ServerClient(url, admin_key, timeout=_TIMEOUT)
-        self._last_steps: dict[int, int] = {}
+        self._frames: dict[int, Frame] = {}  # by engine: the latest, with the recent steps
+        self._trouble = ""
+        self._answered = Event()  # a frame has come, or the feed is refused
+        self._thread = Thread(target=self._follow, daemon=True)
 
     def look(self) -> Look:
         """Read the state. Raises `ServerError`, but not if only the requests cannot be read."""
         with self._client.understood():
             counted = _counted(self._client.get("/metrics").decode())
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._answered.wait(2.0)
         try:
-            frames = tuple(self._frames(self._admin.get("/engine_state")))
-        except ServerError as error:
-            if error.status not in (401, 404, 503):
-                raise
-            trouble = str(error) if error.status == 503 else _NO_ADMIN if error.status == 401 else _NO_ADMINS
-            return Look(time=time.monotonic(), counted=counted, trouble=trouble)
-        return Look(time=time.monotonic(), counted=counted, frames=frames)
+            past = msgspec.json.decode(self._admin.get("/dashboard/history"), type=Past)
+        except (ServerError, msgspec.DecodeError):  # the feed has the reason, or it is another server
+            past = NO_PAST
+        frames = tuple(self._frames[engine] for engine in sorted(self._frames))
+        return Look(time=time.monotonic(), counted=counted, frames=frames, past=past, trouble=self._trouble)
 
     def look_again(self, last: Look) -> Look:
         """Read the state, or return the `last` one with the error."""
         try:
             return self.look()
         except ServerError as error:
-            return Look(time=last.time, counted=last.counted, frames=last.frames, trouble=str(error))
+            return replace(last, trouble=str(error))
 
-    def _frames(self, state: bytes) -> Iterator[Frame]:
+    def abort(self, request_id: str) -> str:
+        """End a request. Return what became of that, in words."""
         try:
-            engines = msgspec.json.decode(state, type=dict[str, dict[int, EngineSnapshot]])["engines"]
-        except (msgspec.DecodeError, KeyError) as error:
-            raise ServerError(f"{self.url} is of another version: {error}") from error
-        for number, snapshot in engines.items():
-            last = self._last_steps.get(number, 0)
-            # A restarted server counts from 0.
-            yield make_frame(snapshot, engine=number, after_step=last if last <= snapshot.num_steps else 0)
-            self._last_steps[number] = max((step.step for step in snapshot.steps), default=0)
+            with self._admin.request("POST", "/abort_requests", {"request_ids": [request_id]}) as response:
+                return f"{request_id}: {'aborted' if b'1' in response.read() else 'has ended already'}"
+        except ServerError as error:
+            return _NO_ADMINS if error.status == 404 else str(error)
+
+    def _follow(self) -> None:
+        """Take frames as they come, for ever."""
+        while True:
+            try:
+                with self._admin.request("GET", "/dashboard/frames") as response:
+                    for line in response:
+                        if line.startswith(b'data: {"object"'):
+                            self._take(msgspec.json.decode(line[5:], type=Frame))
+            except ServerError as error:
+                self._trouble = {401: _NO_ADMIN, 404: ""}.get(error.status or 0, str(error))
+            except (msgspec.DecodeError, KeyError) as error:
+                self._trouble = f"{self.url} is of another version: {error}"
+            self._answered.set()
+            self._frames = {}
+            time.sleep(1.0)
+
+    def _take(self, frame: Frame) -> None:
+        before = self._frames.get(frame["engine"], frame)
+        steps = [*before["steps"], *frame["steps"]] if before["time"] < frame["time"] else frame["steps"]
+        frame["steps"] = [step for step in steps if step["time"] > frame["time"] - _RECENT]
+        self._frames = {**self._frames, frame["engine"]: frame}
+        self._trouble = ""
+        self._answered.set()
+
+
+class Screen:
+    """The state of the screen that keys change: the selected request, the order, and a question."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self.selected = ""
+        self.sort = ""
+        self.words = ""
+        self._aborts = ""  # the request that `y` aborts
+
+    def press(self, keys: str, look: Look) -> bool:
+        """Obey keys. Return False for the one that ends the program."""
+        for key in _KEYS.findall(keys):
+            asked, self._aborts, self.words = self._aborts, "", ""
+            listed = [each.request_id for _, each in _listed(look.frames, self.sort)]
+            if asked:
+                self.words = self._watcher.abort(asked) if key == "y" else f"{asked}: not aborted"
+            elif key == "q":
+                return False
+            elif key == "s":
+                self.sort = _SORTS[(_SORTS.index(self.sort) + 1) % len(_SORTS)]
+            elif key == "a" and self.selected in listed:
+                self._aborts = self.selected
+                self.words = f"Abort {self.selected}? y: yes, any other key: no"
+            elif len(key) == 3 and listed:
+                at = listed.index(self.selected) if self.selected in listed else -1 if key[2] == "b" else len(listed)
+                self.selected = listed[max(0, min(len(listed) - 1, at + (1 if key[2] == "b" else -1)))]
+        return True
 
 
 def _counted(text: str) -> Counted:
@@ -137,24 +231,51 @@ def _counted(text: str) -> Counted:
     return counted
 
 
-def page(url: str, look: Look, before: Look, *, most_requests: int) -> RenderableType:
-    """Render the state; rates are since `before`."""
+def page(
+    url: str, look: Look, before: Look, *, most_requests: int, width: int = 120, screen: Screen | None = None
+) -> RenderableType:
+    """Render the state; rates are since `before`, sparklines of the last 15 minutes."""
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="bold", min_width=9, no_wrap=True)
     lines.add_column(no_wrap=True)
-    for name, text in _figures(look, before):
-        lines.add_row(name, text)
+    past = next(iter(look.past.series.values()), {})
+    for name, figure, text in _figures(look, before):
+        values = past.get(figure, [])[:-1] if width >= 100 else []
+        lines.add_row(name, Text.assemble((_sparkline(values), "cyan"), "  " if values else "", text))
     for frame in look.frames:
         number = f" {frame['engine']}" if len(look.frames) > 1 else ""
         lines.add_row(f"KV blocks{number}", _blocks(frame["blocks"]))
         lines.add_row(f"steps{number}", _steps(frame["steps"], frame["limits"]["target_inter_token_latency"]))
         lines.add_row(f"batch{number}", _batch(frame["steps"], frame["limits"]))
-    title = Text.assemble(("headrace top", "bold"), f"  {url}  {time.strftime('%H:%M:%S')}  ", ("q quits", "dim"))
-    trouble = [Text(look.trouble, style="red")] if look.trouble else []
-    return Group(title, *trouble, lines, *_tenants(look.frames), *_requests(look.frames, most_requests))
+    keys = f"↑↓ select  s sort{f' ({screen.sort})' if screen and screen.sort else ''}  a abort  q quits"
+    title = Text.assemble(("headrace top", "bold"), f"  {url}  {time.strftime('%H:%M:%S')}  ", (keys, "dim"))
+    words = [Text(text, style="red") for text in (look.trouble, screen.words if screen else "") if text]
+    sort, selected = (screen.sort, screen.selected) if screen else ("", "")
+    requests = _requests(look.frames, most_requests, sort, selected)
+    return Group(title, *_served(look.past), *words, lines, *_tenants(look.frames), *requests)
 
 
-def _figures(look: Look, before: Look) -> Iterator[tuple[str, str]]:
+def _served(past: Past) -> Iterator[Text]:
+    if not past.models:
+        return
+    facts = [each["name"] for each in past.models] + [f"Headrace {past.version}"]
+    facts.append(f"up {timedelta(seconds=int(past.seconds))}")
+    if len(past.models) == 1 and "context" in (model := past.models[0]):
+        facts += [model["device"], f"{model['threads']} threads", f"context {model['context']:,}"]
+        facts.append(f"{model['slots']} slots")
+    yield Text(printable(" · ".join(facts)), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _sparkline(values: list[float | None]) -> str:
+    """Return a character for every four values, which is as high as the highest of them."""
+    groups = [values[max(0, end - 4) : end] for end in range(len(values), 0, -4)][::-1]
+    tops = [max((each for each in group if each is not None), default=None) for group in groups]
+    most = max((top for top in tops if top), default=1.0)
+    return "".join(" " if top is None else _HEIGHTS[min(7, int(7.99 * top / most))] for top in tops)
+
+
+def _figures(look: Look, before: Look) -> Iterator[tuple[str, str, Text]]:
+    """Yield the name of each line, the figure of its sparkline, and its text."""
     now, seconds = look.counted, look.time - before.time
     # A restarted server has lower counts than before.
     new = {key: max(value - before.counted[key], 0.0) for key, value in now.items()}
@@ -169,12 +290,20 @@ def _figures(look: Look, before: Look) -> Iterator[tuple[str, str]]:
     rejected = "admission_rejections_total"
     reasons = [f"{int(n)} {key.partition(' ')[2]}" for key, n in now.items() if key.startswith(f"{rejected} ") and n]
     running, waiting = int(now["num_requests_running"]), int(now["num_requests_waiting"])
-    yield "requests", f"{running} running, {waiting} waiting; {rate('request_success_total')} ended/s"
-    yield "refused", f"{rate(rejected)}/s; since its start {', '.join(reasons) or 'none'}"
+    oldest = max((frame.get("oldest_wait") or 0.0 for frame in look.frames), default=0.0)
+    since = f" (oldest {oldest:.1f} s)" if oldest else ""
+    colours = "green" if running else "", "yellow" if waiting else ""
+    yield "requests", "running", Text.assemble(
+        (f"{running} running", colours[0]), ", ", (f"{waiting} waiting{since}", colours[1]),
+        f"; {rate('request_success_total')} ended/s",
+    )  # fmt: skip
+    refused = f"{rate(rejected)}/s; since its start {', '.join(reasons) or 'none'}"
+    yield "refused", "", Text(refused, style="red" if new.get(rejected) else "")
     computed = rate("prompt_tokens_by_source_total local_compute")
-    yield "tokens", f"{rate('generation_tokens_total')} generated/s, {computed} of prompts computed/s"
+    tokens = f"{rate('generation_tokens_total')} generated/s, {computed} of prompts computed/s"
+    yield "tokens", "generated", Text(tokens)
     first, gap = mean("time_to_first_token_seconds"), mean("inter_token_latency_seconds")
-    yield "latency", f"{first} to the first token, {gap} between tokens"
+    yield "latency", "ttft_p99", Text(f"{first} to the first token, {gap} between tokens")
 
 
 def _blocks(blocks: BlocksSnapshot) -> Text:
@@ -191,7 +320,7 @@ def _blocks(blocks: BlocksSnapshot) -> Text:
 
 def _steps(steps: list[dict[str, Any]], target: float) -> Text:
     if not steps:
-        return Text("none since the last look", style="dim")
+        return Text(f"none in {_RECENT:.0f} s", style="dim")
     seconds = [step["seconds"] for step in steps]
     tall = [min(int(7 * each / target), 7) for each in seconds[-32:]]
     return Text.assemble(
@@ -238,15 +367,31 @@ def _tenants(frames: tuple[Frame, ...]) -> Iterator[Table]:
         yield table
 
 
-def _requests(frames: tuple[Frame, ...], most: int) -> Iterator[Table]:
+def _requests(frames: tuple[Frame, ...], most: int, sort: str, selected: str) -> Iterator[Table]:
     table = _table("request", "tenant", "state", "prompt", "cached", "output", "blocks", "seconds")
-    listed = [(frame["time"], each) for part in ("running", "waiting") for frame in frames for each in frame[part]]
-    for now, each in listed[:most]:
+    listed = _listed(frames, sort)
+    # The selected one stays in sight.
+    place = next((place for place, (_, each) in enumerate(listed) if each.request_id == selected), 0)
+    for now, each in listed[max(0, place - most // 2) :][:most]:
         numbers = (each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens, each.num_blocks)
         cells = (*map(str, numbers), f"{now - each.arrival_time:.1f}")
-        table.add_row(_name(each.request_id), _name(each.tenant), _state(each), *cells)
+        style = "reverse" if each.request_id == selected else None
+        table.add_row(_name(each.request_id), _name(each.tenant), _state(each), *cells, style=style)
     if listed:
         yield table
+
+
+def _listed(frames: tuple[Frame, ...], sort: str) -> list[tuple[float, RequestSnapshot]]:
+    """Return the requests of all engines in the order of a column, the highest number first, each with the time."""
+    both = [frame[part] for part in ("running", "waiting") for frame in frames]
+    times = [frame["time"] for _ in range(2) for frame in frames]
+    listed = [(now, each) for now, requests in zip(times, both, strict=True) for each in requests]
+    if sort == "tenant":
+        return sorted(listed, key=lambda pair: pair[1].tenant)
+    if sort == "seconds":
+        return sorted(listed, key=lambda pair: pair[1].arrival_time - pair[0])
+    field = "num_blocks" if sort == "blocks" else f"num_{sort}_tokens"
+    return sorted(listed, key=lambda pair: -getattr(pair[1], field)) if sort else listed
 
 
 def _state(request: RequestSnapshot) -> Text:

@@ -19,7 +19,8 @@ export function span(seconds) {
   if (seconds < 9.95) return `${seconds < 0.995 ? seconds.toFixed(2) : seconds.toFixed(1)} s`;
   if (seconds < 99.5) return `${Math.round(seconds)} s`;
   const minutes = Math.round(seconds / 60);
-  const [days, hours, rest] = [Math.floor(minutes / 1440), Math.floor(minutes / 60) % 24, minutes % 60];
+  const days = minutes < 2880 ? 0 : Math.floor(minutes / 1440);
+  const [hours, rest] = [Math.floor(minutes / 60) - 24 * days, minutes % 60];
   const parts = days ? [[days, "d"], [hours, "h"]] : [[hours, "h"], [rest, "min"]];
   return parts.filter(([count]) => count).map(([count, unit]) => `${count} ${unit}`).join(" ") || "0 min";
 }
@@ -31,13 +32,13 @@ function label(context, colour, words, x, y, align) {
   context.fillText(words, x, y);
 }
 
-// Labels at the left of a canvas, [[y, words], ...], and those below it, [[x, words], ...]. Labels that do not fit are left out.
+// Labels at the left of a canvas, [[y, words], ...], and those below it, [[x, words], ...]. Labels that do not fit beside earlier ones are left out.
 export function drawAxes(context, colour, { height, width, ys = [], xs = [] }) {
-  let last = -Infinity;
-  for (const [at, words] of ys.toSorted(([a], [b]) => a - b)) {
+  const rows = [];
+  for (const [at, words] of ys) {
     const y = Math.max(9, at + 4);
-    if (y - last < 11) continue;
-    last = y;
+    if (rows.some((row) => Math.abs(row - y) < 11)) continue;
+    rows.push(y);
     label(context, colour, words, LEFT - 6, y, "right");
   }
   const taken = [];

@@ -98,7 +98,7 @@ export class Lanes {
       context.fillRect(LEFT + index * column, top, column - 1, this.times - top);
     });
     context.globalAlpha = 1;
-    drawAxes(context, colour, { height, width, ys: [[0, tick(most)], [this.times - 4, "0"], ...(target ? [[y(target), tick(target)]] : [])] });
+    drawAxes(context, colour, { height, width, ys: [...(target ? [[y(target), tick(target)]] : []), [0, tick(most)], [this.times - 4, "0"]] });
     if (!target) return;
     context.strokeStyle = colour.warn;
     context.setLineDash([4, 4]);

@@ -29,6 +29,7 @@ export class History {
       const ids = (list) => list.map(([index, ...rest]) => [frame.requests[index], ...rest]);
       this.take({ ...step, rows: ids(step.rows), left: ids(step.left), frame });
     }
+    this.leaveUnseen(frame);
     for (const each of frame.service?.first_tokens ?? []) this.firstTokens.push([frame.time, each]);
     this.firstTokens = this.firstTokens.slice(-MOST_FIRST_TOKENS);
     for (const [why, count] of Object.entries(frame.service?.refused ?? {})) {
@@ -71,8 +72,22 @@ export class History {
     }
   }
 
+  // An engine whose steps are very short makes more of them between two frames than its snapshots hold, so that no frame
+  // may have the one with which a request left.
+  leaveUnseen(frame) {
+    if (!frame.steps.length || frame.running.length < frame.num_running || frame.waiting.length < frame.num_waiting) return;
+    const there = new Set([...frame.running, ...frame.waiting].map((request) => request.request_id));
+    for (const request of this.requests.values()) {
+      request.missed = request.lane === null || there.has(request.id) ? 0 : request.missed + 1;
+      if (request.missed < 2) continue; // the next step says why it left
+      this.lanes[request.lane] = undefined;
+      request.lane = request.latest = null;
+      request.ends.push({ time: frame.time, why: "gone" });
+    }
+  }
+
   known(id) {
-    if (!this.requests.has(id)) this.requests.set(id, { id, lane: null, steps: [], ends: [], latest: null, facts: null, seen: 0 });
+    if (!this.requests.has(id)) this.requests.set(id, { id, lane: null, steps: [], ends: [], latest: null, facts: null, seen: 0, missed: 0 });
     const request = this.requests.get(id);
     request.facts = request.latest ?? request.facts;
     return request;

@@ -173,7 +173,7 @@ export class Simulate {
       for (const y of [TOP, floor]) context.fillRect(LEFT, y, width - LEFT, 0.5);
       for (const at of times) context.fillRect(place(at), TOP, 0.5, floor - TOP);
       draw(context, place, (value) => floor - (value / most) * (floor - TOP), colour);
-      drawAxes(context, colour, { height, width, ys: [[TOP, words(most)], [floor - 4, "0"]], xs: times.map((at) => [place(at), tick(at)]) });
+      drawAxes(context, colour, { height, width, ys: [[TOP, words(most)], [floor - 4, "0"]], xs: times.map((at) => [place(at), `${at} s`]) });
     });
     const waiting = roundUp(Math.max(4, ...this.queue.map(([, count]) => count)));
     drawBoth(this.arrivals, waiting, number, (context, place, y, colour) => {

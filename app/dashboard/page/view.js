@@ -7,7 +7,7 @@ import { explain, Lanes } from "./lanes.js";
 
 const HINT = "Choose a request to see its timeline and why it waits.";
 const POINT = "Point at a step, or go through them with ← and →, to have one explained.";
-const ENDS = { stop: "ended", length: "ended at their limit", abort: "aborted", error: "failed", timeout: "timed out", preempted: "preempted" };
+const ENDS = { stop: "ended", length: "ended at their limit", abort: "aborted", error: "failed", timeout: "timed out", gone: "has left", preempted: "preempted" };
 
 export class View {
   // `abort(id)` ends a request; a recording has none.

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from app.client import ServerError
-from app.commands.top import Look, Watcher, _counted, page, run
+from app.commands.top import Look, Past, Screen, Watcher, _counted, _sparkline, page, run
 from app.config.settings import Settings, SettingsError
-from app.observability.frames import Frame, make_frame
+from app.observability.frames import make_frame
 from engine.snapshot import (
     BlocksSnapshot,
     EngineSnapshot,
@@ -78,15 +83,17 @@ def counted(**values: float) -> defaultdict[str, float]:
     return defaultdict(float, values)
 
 
-def text_of(look: Look, before: Look, most_requests: int = 20, width: int = 120) -> str:
+def text_of(
+    look: Look, before: Look, *, most_requests: int = 20, width: int = 120, screen: Screen | None = None
+) -> str:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(page("http://here", look, before, most_requests=most_requests))
+        console.print(page("http://here", look, before, most_requests=most_requests, width=width, screen=screen))
     return capture.get()
 
 
-def look_of(*frames: Frame, time: float = 1.0, trouble: str = "", **values: Any) -> Look:
-    return Look(time=time, counted=counted(**values), frames=frames, trouble=trouble)
+def look_of(*frames: Any, time: float = 1.0, trouble: str = "", past: Past | None = None, **values: Any) -> Look:
+    return Look(time=time, counted=counted(**values), frames=frames, trouble=trouble, past=past or Past())
 
 
 def test_a_look_shows_batch_queue_blocks_and_steps():
@@ -165,29 +172,115 @@ def test_what_others_wrote_is_shown_as_text_and_nothing_of_it_obeyed():
     assert "\x1b[2J" not in shown
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        {"/metrics": b"\xff"},
-        {"/metrics": b"<html>no</html>"},
-        {"/metrics": b"vllm:num_requests_running NaN", "/engine_state": b"<html>"},
-        {"/metrics": b"vllm:num_requests_running +Inf", "/engine_state": b"{}"},
-    ],
-)
-def test_what_is_not_understood_is_said(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes]):
-    monkeypatch.setattr("app.commands.top.ServerClient.get", lambda self, path: answers[path])
-    with pytest.raises(ServerError, match="unknown form|another version"):
-        Watcher("http://here", None, None).look()
+@contextmanager
+def serving(**answers: bytes) -> Iterator[str]:
+    """A server with these answers to `metrics`, `frames` and `history`, and 404 for the others."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answers.get(self.path.rpartition("/")[2])
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+METRICS = b"vllm:num_requests_running 2.0\n"
+
+
+@pytest.mark.parametrize("metrics", [b"\xff", b"<html>no</html>"])
+def test_metrics_that_are_not_understood_are_said(metrics: bytes):
+    with serving(metrics=metrics) as url, pytest.raises(ServerError, match="unknown form"):
+        Watcher(url, None, None).look()
+
+
+def test_a_server_of_another_version_is_named_and_its_figures_are_shown():
+    with serving(metrics=METRICS, frames=b'data: {"object": "frame", "engine": "first"}\n\n', history=b"[]") as url:
+        look = Watcher(url, None, None).look()
+    assert "another version" in look.trouble
+    assert "2 running" in text_of(look, look)
+
+
+def test_a_server_without_frames_is_another_server_and_no_trouble():
+    with serving(metrics=METRICS) as url:
+        look = Watcher(url, None, None).look()
+    assert (look.trouble, look.frames, look.past) == ("", (), Past())
+    assert "2 running" in text_of(look, look)
+
+
+def test_a_sparkline_is_as_high_as_the_highest_of_four_and_empty_without_values():
+    assert _sparkline([1.0] * 4 + [8.0, 0.0, 2.0, 1.0] + [None] * 4 + [0.0] * 4) == "▁█ ▁"
+    assert _sparkline([5.0]) == "█"
+    assert _sparkline([0.0] * 180) == "▁" * 45
+    assert _sparkline([]) == ""
+
+
+def test_the_past_and_what_is_served_are_shown_where_the_server_has_them():
+    columns = {name: [0.0] * 40 + [9.0] for name in ("running", "generated", "ttft_p99")}
+    model = {"name": "tiny", "device": "cpu", "threads": 2, "context": 8192, "slots": 4}
+    past = Past(version="1.2.3", seconds=7265.0, models=[model], series={"tiny": columns})
+    shown = text_of(look_of(make_frame(snapshot(oldest_wait=25.0)), past=past, num_requests_waiting=1.0), look_of())
+    assert "tiny · Headrace 1.2.3 · up 2:01:05 · cpu · 2 threads · context 8,192 · 4 slots" in shown
+    assert "▁▁▁▁▁▁▁▁▁▁  0 running, 1 waiting (oldest 25.0 s)" in shown
+
+
+def rows_of(look: Look, screen: Screen) -> list[str]:
+    return [line.split()[0] for line in text_of(look, look, screen=screen).splitlines() if " acme " in line]
+
+
+def test_arrows_select_s_sorts_and_an_abort_has_to_be_confirmed():
+    aborted: list[str] = []
+
+    def abort(request_id: str) -> str:
+        aborted.append(request_id)
+        return f"{request_id}: aborted"
+
+    watcher: Any = SimpleNamespace(abort=abort)
+    screen = Screen(watcher)
+    running = (request("old", num_output_tokens=1), request("long", num_output_tokens=99, arrival_time=95.0))
+    look = look_of(make_frame(snapshot(running=running)))
+
+    assert screen.press("a", look)  # without a selection
+    assert screen.words == ""
+    assert screen.press("\x1b[b\x1b[b\x1b[a\x1b[b", look)
+    assert screen.selected == "long"
+    assert screen.press("a", look)
+    assert "Abort long?" in text_of(look, look, screen=screen)
+    assert screen.press("n", look)
+    assert (aborted, screen.words) == ([], "long: not aborted")
+    assert screen.press("ay", look)
+    assert (aborted, screen.words) == (["long"], "long: aborted")
+    assert screen.press("\x1b[b" * 9 + "\x1b[a" * 9, look)
+    assert screen.selected == "old"
+
+    assert rows_of(look, screen) == ["old", "long", "c"]
+    while screen.sort != "output":
+        assert screen.press("s", look)
+    assert rows_of(look, screen) == ["long", "c", "old"]
+    assert screen.press("ss", look)
+    assert screen.sort == "seconds"
+    assert rows_of(look, screen) == ["old", "long", "c"]
+    assert not screen.press("q", look)
+
+
+def test_a_selected_request_stays_in_sight_of_a_long_list():
+    many = tuple(request(f"r{number}") for number in range(100))
+    look = look_of(make_frame(snapshot(running=many)))
+    screen = Screen(SimpleNamespace())  # type: ignore[arg-type]
+    screen.selected = "r70"
+    shown = text_of(look, look, most_requests=10, screen=screen)
+    assert "r70 " in shown
+    assert "r9 " not in shown
 
 
 @pytest.mark.parametrize("interval", [float("nan"), float("inf"), 0.0, -1.0])
 def test_an_interval_that_cannot_be_is_refused(interval: float):
     with pytest.raises(SettingsError, match="--interval: got"):
         run(Settings(), url="http://127.0.0.1:9", api_key=None, interval=interval, once=True)
-
-
-def test_a_server_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch):
-    answers = {"/metrics": b"", "/engine_state": b'{"engines": {"0": {"object": "engine_snapshot"}}}'}
-    monkeypatch.setattr("app.commands.top.ServerClient.get", lambda self, path: answers[path])
-    with pytest.raises(ServerError, match="another version"):
-        Watcher("http://here", None, None).look()

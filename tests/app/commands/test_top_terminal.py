@@ -101,3 +101,44 @@ def test_whom_nobody_answers_is_told() -> None:
     done = once("http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: No answer from http://127.0.0.1:9")
+
+
+@pytest.mark.slow
+def test_without_any_keys_requests_are_shown_and_an_abort_says_what_it_needs() -> None:
+    with (
+        tiny_server() as server,
+        Terminal("top", "--url", server.wait_ready().base_url, "--interval", "0.2", rows=40, columns=130) as terminal,
+        working(server),
+    ):
+        terminal.wait_for(r"tiny · Headrace .* 16 slots")
+        terminal.wait_for(r"[▁█]+ +1 running")
+        terminal.wait_for("decode")
+        terminal.type("s")
+        terminal.wait_for(r"sort \(tenant\)")
+        while "abort" in terminal.wait_for(r"\? y: yes|a abort"):  # until a request is there to be selected
+            terminal.type("\x1b[Ba")
+        terminal.type("y")
+        terminal.wait_for("HEADRACE_ADMIN_KEYS")
+        terminal.type("q")
+        assert terminal.wait_exit() == 0
+
+
+@pytest.mark.slow
+def test_an_administrator_aborts_the_selected_request_after_a_question(watched: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    with (
+        Terminal("top", "--url", watched.base_url, "--interval", "0.2", columns=130, environment=KEYS) as terminal,
+        watched.client.stream("POST", "/v1/completions", json=body, headers=CLIENT) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        terminal.wait_for("cmpl-.*decode")
+        terminal.type("\x1b[B")
+        terminal.type("a")
+        terminal.wait_for(r"Abort cmpl-\S+\? y: yes, any other key: no")
+        terminal.type("y")
+        terminal.wait_for(r"cmpl-\S+: aborted")
+        assert '"finish_reason":"abort"' in "".join(lines)
+        terminal.wait_for("0 running, 0 waiting")
+        terminal.type("q")
+        assert terminal.wait_exit() == 0

@@ -84,7 +84,7 @@ inline void add_inputs(const uint8_t* block, int begin, int end, const float* x,
 }
 
 template <class B, int n>
-inline void block_sums(const uint8_t* block, int begin, int end, const float* x, f32x16* sums) {
+[[gnu::always_inline]] inline void block_sums(const uint8_t* block, int begin, int end, const float* x, f32x16* sums) {
     f32x16 even[n] = {}, odd[n] = {};
     if constexpr (2 * n + 3 <= kRegisters) {
         add_inputs<B, n, true, true>(block, begin, end, x, even, odd);

@@ -113,7 +113,7 @@ inline f32x16 exp2(f32x16 x) {
 }
 
 // 1 / (1 + e^-x), computed from 2^y with y <= 0, so that nothing overflows.
-inline f32x16 sigmoid(f32x16 x) {
+[[gnu::always_inline]] inline f32x16 sigmoid(f32x16 x) {
     f32x16 e = exp2(select(x < splat(0.0f), x, -x) * splat(1.44269504f));
     return select(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);
 }

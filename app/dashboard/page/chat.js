@@ -268,6 +268,7 @@ export class Chat {
   drawAround(error = null) {
     this.side.draw(this.talk);
     this.title.textContent = this.title.title = this.talk.messages.length ? titleOf(this.talk) : "";
+    this.title.hidden = !this.talk.messages.length;
     const words = this.isAnswering ? "Stop" : "Send";
     if (this.button.ariaLabel !== words) {
       this.button.replaceChildren(icon(this.isAnswering ? "stop" : "up"));

@@ -96,9 +96,14 @@ class Reader {
   row(ends) {
     if (++this.depth > DEEPEST) throw new Unknown("too deep");
     const children = [];
+    let isAfterName = false; // such as sin or log, which have room around them
     while (!ends(this.peek())) {
       const each = this.scripted();
-      if (each) children.push(each);
+      if (!each) continue;
+      const isName = isNamed(each) || (/^m(sub|sup|under)/.test(each.tagName) && isNamed(each.firstChild));
+      const isApart = (isAfterName && !/^[([|]/.test(each.textContent)) || (isName && children.length && children.at(-1).tagName !== "mo");
+      children.push(...(isApart ? [space(SPACES[","])] : []), each);
+      isAfterName = isName;
     }
     this.depth--;
     return row(children);
@@ -286,6 +291,8 @@ function named(name) {
   made.setAttribute("mathvariant", "normal");
   return made;
 }
+
+const isNamed = (made) => made.tagName === "mi" && made.hasAttribute("mathvariant");
 
 function space(width) {
   const made = element("mspace");

@@ -33,7 +33,7 @@ export class Sidebar {
       groups.get(age).push(this.item(talk));
     }
     const place = this.list.scrollTop;
-    this.list.replaceChildren(...[...groups].flatMap(([age, items]) => [h("h3", {}, age), h("ul", {}, ...items)]));
+    this.list.replaceChildren(...[...groups].flatMap(([age, items]) => [h("h2", {}, age), h("ul", {}, ...items)]));
     if (!found.length) this.list.append(h("p.faint", {}, wanted ? "No conversation has these words." : "No conversations yet."));
     this.list.scrollTop = place;
   }

@@ -10,8 +10,8 @@ const newId = () => Date.now().toString(36) + Math.random().toString(36).slice(2
 export const fresh = () => ({ id: newId(), created: new Date().toISOString(), changed: 0, title: "", system: "", model: null, messages: [] });
 
 export function titleOf(talk) {
-  const first = talk.messages.find(({ role }) => role === "user")?.content.trim().split("\n")[0];
-  return talk.title || first?.slice(0, 60) || "New conversation";
+  const first = talk.messages.find(({ role }) => role === "user")?.content.trim().split("\n")[0] ?? "";
+  return talk.title || (first.length > 60 ? `${first.slice(0, 59).trimEnd()}…` : first) || "New conversation";
 }
 
 export function load() {

@@ -16,7 +16,7 @@ export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   const path = document.createElementNS(SVG, "path");
   svg.setAttribute("viewBox", "0 0 24 24");
-  svg.setAttribute("class", `icon ${name}`);
+  svg.setAttribute("class", `icon icon-${name}`);
   svg.setAttribute("aria-hidden", "true");
   path.setAttribute("d", ICONS[name]);
   svg.append(path);

@@ -12,13 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, ViewportSize, expect
 
+from app.commands.conversation import Conversation
 from tests.support.harness import Server
-from tests.support.pages import PATIENCE, PHONE, looking
+from tests.support.pages import DESK, PATIENCE, PHONE, looking
 from tests.support.tiny_model import tiny_server
 
 CHAT = "/dashboard#chat"
+AXE = Path(__file__).parents[1] / "npm" / "node_modules" / "axe-core" / "axe.min.js"
+RICH = """Text with `code` and $x^2$.
+
+```python
+def f(x: int) -> str:  # a comment
+    return "text" + str(1)
+```
+
+| a | b |
+| :- | -: |
+| 1 | 2 |
+
+- [x] done
+- [ ] to do
+
+> quoted, with [a link](https://example.com)
+"""
 
 
 def ask(page: Page, words: str) -> None:
@@ -397,6 +415,11 @@ def test_a_conversation_leaves_as_a_file_and_comes_back(
             }
         else:
             assert path.read_text().startswith("# A question?\n\n## system\n\nBe short.\n\n## user\n\nA question?\n")
+        terminal = Conversation("tiny", {})
+        terminal.read_file(path.read_bytes(), is_markdown=form == "Markdown")
+        assert [each["content"] for each in terminal.messages] == ["A question?", answer]
+        assert (terminal.system, terminal.title) == ("Be short.", "A question?")
+        path.write_bytes(terminal.as_file(is_markdown=form == "Markdown"))
         page.set_input_files("#chat input[type=file]", path)
         expect(page.locator(".note")).to_contain_text("was imported")
         expect(names(page)).to_have_count(2)
@@ -583,6 +606,38 @@ def test_the_theme_is_the_systems_or_chosen_and_stays(browser: Browser, open_ser
         assert dark()
         page.get_by_role("button", name="Theme: dark").click()
         assert not dark()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_axe_finds_nothing(browser: Browser, open_server: Server, scheme: str, size: ViewportSize) -> None:
+    with looking(browser, open_server, CHAT, size=size, allowed="400") as page:
+        page.evaluate("scheme => window.theme.choose(scheme)", scheme)
+        _expect_no_violations(page)
+        answer_with(page, {"reasoning_content": "Hm."}, {"content": RICH})
+        ask(page, "a question")
+        wait_for_end(page)
+        _expect_no_violations(page)
+        page.get_by_role("button", name="Answer again").click()
+        wait_for_end(page)
+        page.get_by_role("button", name="Settings", exact=True).click()
+        _expect_no_violations(page)
+        page.get_by_label("More fields").fill("[")
+        page.get_by_role("button", name="Close the settings").click()
+        ask(page, "an error")
+        expect(page.locator(".error")).to_be_visible()
+        if size == PHONE:
+            page.get_by_role("button", name="Conversations").click()
+        _expect_no_violations(page)
+        page.evaluate("document.querySelector('.shortcuts').showModal()")
+        _expect_no_violations(page)
+
+
+def _expect_no_violations(page: Page) -> None:
+    page.evaluate(AXE.read_text() + "; null")
+    found = page.evaluate("axe.run().then(({ violations }) => violations)")
+    places = {each["id"]: [node["html"][:200] for node in each["nodes"]] for each in found}
+    assert not places, json.dumps(places, indent=1)
 
 
 def _style(locator: Locator, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,10 +212,15 @@ def _family(files: ModelFiles) -> str:
 
 def _facts(model: ModelServer) -> dict[str, Any]:
     """Return what lists show of a model; little, if its files are not there."""
+    with suppress(FileNotFoundError):  # they may be deleted while it is loaded
+        if (files := _files_of(model)) is not None:
+            return _facts_of(files)
+    return {"size": 0, "digest": "", "modified_at": timestamp(0.0), "details": {}}
+
+
+def _facts_of(files: ModelFiles) -> dict[str, Any]:
     from gpu.checkpoint import model_digest, weight_paths
 
-    if (files := _files_of(model)) is None:
-        return {"size": 0, "digest": "", "modified_at": timestamp(0.0), "details": {}}
     family, count = _family(files), files.num_parameters
     states = [path.stat() for path in weight_paths(files)]
     return {

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 import zmq
+from safetensors.numpy import save_file
 
 from app.config.settings import Settings
 from app.config.several import models_in
 from app.http.connections import PER_ENGINE_PROCESS
+from app.routes import ollama
 from app.serving import loading
 from app.serving.model_policy import ModelState
 from app.serving.model_pool import ModelPool, _asked
@@ -23,7 +26,11 @@ from app.serving.model_server import ModelServer
 from app.serving.server import Server, ServerPhase
 from engine.errors import HeadraceError
 from engine.transport.process_client import EngineProcess
+from gpu.checkpoint import open_model
+from gpu.checkpoint.hf_config import config_from_hf
+from gpu.checkpoint.tensors import tensor_shapes
 from protocol.errors import ApiError
+from tests.support.tiny_model import CONFIG, write_tiny_model
 
 
 @pytest.fixture
@@ -147,6 +154,19 @@ print(1024 - len(os.listdir("/dev/fd")) - limits.connections - limits.refusals -
 def test_a_flood_of_connections_leaves_descriptors_for_the_engines_of_several_models() -> None:
     left = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True).stdout
     assert int(left) >= 8 * PER_ENGINE_PROCESS
+
+
+def test_a_loaded_model_whose_files_were_deleted_stays_in_lists(
+    pool: ModelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_tiny_model(tmp_path / "tiny", vocab_size=512) / "model.safetensors"
+    shapes = tensor_shapes(config_from_hf(CONFIG | {"vocab_size": 512}, source="tiny"))
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, weights)
+    files = open_model(str(weights.parent))
+    assert ollama._facts_of(files)["size"] > 512 * 32
+    weights.unlink()
+    monkeypatch.setattr(ollama, "_files_of", lambda model: files)
+    assert ollama._facts(pool.models[0])["size"] == 0
 
 
 def test_clients_do_not_read_where_a_broken_model_is(pool: ModelPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import sys
@@ -49,6 +50,7 @@ from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
 from protocol.ollama.requests import EmbedRequest, GenerateRequest, OllamaChatRequest, PromptEmbedRequest
 from protocol.openai.batches import ENDPOINTS
+from protocol.registry import ADMINISTRATION
 
 if TYPE_CHECKING:
     from app.serving.batches import BatchRunner
@@ -66,6 +68,8 @@ NOT_OFFERED = {
     "/v1/files": _NO_FILES,
     "/v1/batches": _NO_FILES,
 }
+MEDIA = ("/v1/images", "/v1/audio", "/v1/videos")
+NO_MEDIA = "Models are served for text: there are no images, audio or video here. /docs lists the routes."
 ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
 
@@ -287,10 +291,15 @@ def _end_without_engine() -> None:
 def _starlette_error(request: Request, error: Exception) -> ApiError:
     """Return the error for a request that Starlette refuses: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
-    if (words := NOT_OFFERED.get(request.scope["path"])) is not None:
+    path = request.scope["path"][:200]
+    if (words := NOT_OFFERED.get(path) or (NO_MEDIA if path.startswith(MEDIA) else None)) is not None:
         return ApiError(404, words)
+    near = difflib.get_close_matches(path, [route.path for route in request.app.routes], n=1, cutoff=0.8)
+    hint = f" Did you mean {near[0]}?" if near else " /docs lists the routes."
+    if any(path == operation.path for operation in ADMINISTRATION):
+        hint = " It is for administrators: start the server with the setting admin_keys."
     messages = {
-        404: f"There is nothing at {request.scope['path'][:200]!r}.",
-        405: f"{request.scope['method'][:20]} is not allowed at {request.scope['path'][:200]!r}.",
+        404: f"There is nothing at {path!r}.{hint}",
+        405: f"{request.scope['method'][:20]} is not allowed at {path!r}; send {(error.headers or {}).get('Allow')}.",
     }
     return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=error.headers)

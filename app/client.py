@@ -281,7 +281,8 @@ class ConnectionPool:
             for _ in range(number):
                 self.free.append(await self._connect())
         except OSError as error:
-            raise SettingsError(f"No answer from {self._host}:{self._port}: {error}. Is the server running?") from error
+            where = f"{self._host}:{self._port}"
+            raise SettingsError(f"No answer from {where}: {error}. Start a server there, or name another") from error
 
     async def exchange(self, request: bytes) -> Exchange:
         """Send a request and return when its answer has ended or failed. Cancellation closes the connection."""

@@ -350,6 +350,10 @@ def core_factory(
     def make_core() -> EngineCore:
         executor = make_executor(settings, files, kv_cache_share)
         logger.info("%s", executor.summary)
+        limit = files.config.max_position_embeddings
+        if settings.max_model_len is None and files.config.encoder is None and executor.max_model_len < limit:
+            words = "Prompt and answer may have %d tokens, and not the model's %d. More: a larger kv_cache_memory"
+            logger.warning(words, executor.max_model_len, limit)
         config = engine_config(settings, executor, eos_token_ids=end_token_ids(files))
         description = describe(executor, settings)
         description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all engines have as many

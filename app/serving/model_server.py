@@ -198,7 +198,7 @@ class ModelServer(PooledModel):
 
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        if _is_lack_of_memory(error) or _is_lack_of_memory(error.__cause__):  # of a file that cannot be mapped
             return _lack_of_memory(error)
         if not isinstance(error, ModelError | ChatTemplateError):
             return error
@@ -268,6 +268,12 @@ class ModelServer(PooledModel):
         if not self.server.settings.has_several_models:
             await anyio.sleep(ERROR_FRAME_SECONDS)
         raise EngineDead("the engine has died while serving") from error
+
+
+def _is_lack_of_memory(error: BaseException | None) -> bool:
+    if isinstance(error, RuntimeError):  # of torch, for a device or for the host
+        return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def _lack_of_memory(cause: BaseException) -> SettingsError:

@@ -403,3 +403,20 @@ def test_a_request_is_ended_by_its_id(governed: Server) -> None:
     assert ask(governed, "POST", "/abort_requests", {"request_ids": ["endless"]}).json() == {"aborted": 0}
     assert ask(governed, "POST", "/abort_requests", {"request_ids": []}).status_code == 400
     assert num_aborted() == num_before + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/v1/chat/completion", "Did you mean /v1/chat/completions?"),
+        ("POST", "/v1/chat/completions/", "Did you mean /v1/chat/completions?"),
+        ("GET", "/v1/chat/completions", "GET is not allowed at '/v1/chat/completions'; send POST."),
+        ("GET", "/server_info", "start the server with the setting admin_keys"),
+        ("POST", "/v1/images/generations", "Models are served for text"),
+        ("GET", "/zzz", "/docs lists the routes."),
+    ],
+)
+def test_a_wrong_path_is_answered_with_the_right_one(server: Server, method: str, path: str, said: str) -> None:
+    answer = server.client.request(method, path, json={} if method == "POST" else None)
+    assert answer.status_code in (404, 405)
+    assert said in answer.json()["error"]["message"]

@@ -5,6 +5,7 @@ Every case is a real process. They are started side by side, because nearly all 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import resource
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from app.serving.model_server import _is_lack_of_memory
 from tests.selection import slow_except
 from tests.support.harness import MODEL, Server
 from tests.support.tiny_model import tiny_server, tiny_settings, write_tiny_model
@@ -331,6 +333,24 @@ def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:
         elapsed = [body["elapsed_seconds"] for _, body in seen]
         assert elapsed == sorted(elapsed)
         assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_kv_cache_below_the_models_context_is_pointed_out(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "long-context", max_position_embeddings=131072)
+    with tiny_server(model=model, kv_cache_memory="1MiB", max_model_len="") as server:
+        server.wait_ready()
+        said = "Prompt and answer may have 16384 tokens, and not the model's 131072. More: a larger kv_cache_memory"
+        assert said in server.log
+
+
+def test_every_lack_of_memory_is_said_to_be_one() -> None:
+    import torch
+
+    kinds = (MemoryError(), OSError(errno.ENOMEM, ""), torch.OutOfMemoryError("CUDA"))
+    host = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+    assert all(map(_is_lack_of_memory, (*kinds, host)))
+    assert not any(map(_is_lack_of_memory, (None, OSError(errno.ENOENT, ""), RuntimeError("other"))))
 
 
 @pytest.mark.slow

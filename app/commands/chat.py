@@ -52,8 +52,8 @@ def run(
 ) -> int:
     """Talk to the server at `url`, with the first of `settings.api_keys`, or to one that runs in this process. Answer a
     `question`, or standard input that is no terminal, once."""
-    if not sys.stdin.isatty():
-        piped = sys.stdin.buffer.read().decode("utf-8", "replace")
+    if sys.stdin is None or not sys.stdin.isatty():
+        piped = "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8", "replace")
         question = "\n\n".join(part for part in (question.strip(), piped.strip()) if part)
         if not question:
             raise SettingsError("standard input is empty. Give a question: headrace chat 'Why is the sky blue?'")
@@ -204,38 +204,30 @@ class Figures:
 
 @contextmanager
 def _opened(settings: Settings, url: str | None) -> Iterator[ServerClient]:
-    """Open the server at `url`, or run one in this process."""
+    """Open the server at `url`, or run one in a thread."""
     if url is not None:
         yield ServerClient(url, settings.api_keys[0].get_secret_value() if settings.api_keys else None)
         return
-    key = secrets.token_urlsafe(32)
-    own = {"host": "127.0.0.1", "port": 0, "uds": None, "api_keys": (SecretStr(key),), "drain_timeout": 1.0}
-    settings = settings.model_copy(update=own | {"log_requests": False, "log_level": "error"})
-    with _server(settings) as here:
-        client = ServerClient(here, key)
-        with Console(stderr=True).status("Starting") as status:
-            client.wait_until_ready(status.update)
-        yield client
-
-
-@contextmanager
-def _server(settings: Settings) -> Iterator[str]:
     from app.application import create_app
     from app.serving.process import bind, run
 
+    key = secrets.token_urlsafe(32)
+    own = {"host": "127.0.0.1", "port": 0, "uds": None, "api_keys": (SecretStr(key),), "drain_timeout": 1.0}
+    settings = settings.model_copy(update=own | {"log_requests": False, "log_level": "error"})
     listener = bind(settings)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    client = ServerClient(f"http://127.0.0.1:{listener.getsockname()[1]}", key)
     stop = threading.Event()
 
     async def stopped() -> None:
         await anyio.to_thread.run_sync(stop.wait, abandon_on_cancel=True)
 
-    thread = threading.Thread(
-        target=run, args=(create_app(settings), settings, listener, stopped), name="headrace-server", daemon=True
-    )
+    given = create_app(settings), settings, listener, stopped
+    thread = threading.Thread(target=run, args=given, name="headrace-server", daemon=True)
     thread.start()
     try:
-        yield url
+        with Console(stderr=True).status("Starting") as status:
+            client.wait_until_ready(status.update)
+        yield client
     finally:
         stop.set()
         thread.join()

@@ -44,7 +44,7 @@ HELP = f"""\
 /bye              leave, as exit, quit, Ctrl-D and a second Ctrl-C do; one Ctrl-C stops an answer
 A paste is one question, and so are the lines between two lines of \"\"\". Alt-Enter begins a new line, Tab completes
 a command, Up brings back earlier questions. A blank before a slash sends the line to the model."""
-ROLES = ("user", "assistant", "system")
+ROLES = ("user", "assistant", "system", "tool")
 MAX_TITLE = 60  # characters
 MAX_COPIED = 74_000  # bytes of base64, more than which common terminals ignore
 _HEADING = re.compile(r"^## (user|assistant|system)[ \t]*$", re.MULTILINE)
@@ -58,7 +58,7 @@ class Conversation:
         self.model = model
         self.defaults = defaults  # of the server, if it reports them
         self.system = system
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.unanswered = ""  # the last question, if no answer came to it
         self.fields: dict[str, Any] = {}
         self.title = ""  # of the file that was loaded
@@ -67,7 +67,7 @@ class Conversation:
     def body(self) -> dict[str, Any]:
         """Return the body of the next request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        sent = [{"role": each["role"], "content": each["content"]} for each in self.messages]
+        sent = [{name: each[name] for name in each if name != "reasoning"} for each in self.messages]
         return {"model": self.model, "messages": system + sent, **self.fields}
 
     def set(self, name: str, text: str) -> None:
@@ -104,7 +104,7 @@ class Conversation:
         title = self.title or " ".join(asked.split())[:MAX_TITLE]
         if is_markdown:
             parts = [("system", self.system)] if self.system else []
-            parts += [(each["role"], each["content"]) for each in self.messages]
+            parts += [(each["role"], each["content"]) for each in self.messages if each["role"] in ROLES[:3]]
             escaped = ((role, _LIKE_HEADING.sub(r"\\\1", content)) for role, content in parts)
             texts = [f"# {title}\n", *(f"## {role}\n\n{content}\n" for role, content in escaped)]
             return "\n".join(texts).encode("utf-8", "replace")
@@ -116,17 +116,18 @@ class Conversation:
         """Replace the messages by those of a file, and return the model that it names. Raises ValueError."""
         text = content.decode()
         found = _from_markdown(text) if is_markdown else json.loads(text)
-        if not isinstance(found, dict) or found.get("headrace_conversation") != 1:
-            raise ValueError('it has no "headrace_conversation": 1')
+        if not isinstance(found, dict) or found.get("headrace_conversation", 1) != 1:
+            raise ValueError('its form is not "headrace_conversation": 1')
         messages, system = found.get("messages"), found.get("system") or None
         if not isinstance(messages, list) or not isinstance(system, str | None):
             raise ValueError("messages must be an array, and system a string or null")
         for number, each in enumerate(messages):
             is_message = isinstance(each, dict) and each.get("role") in ROLES
-            if not is_message or not isinstance(each.get("content"), str):
+            if not is_message or not isinstance(each.setdefault("content", ""), str):
                 raise ValueError(f"messages.{number} needs a role ({', '.join(ROLES)}) and its content as text")
-        self.messages = [{k: v for k, v in each.items() if isinstance(v, str)} for each in messages]
-        self.system, self.unanswered = system, ""
+        if system is None and messages and messages[0]["role"] == "system":
+            system = messages.pop(0)["content"]
+        self.messages, self.system, self.unanswered = messages, system, ""
         self.title, self.created = (str(found.get(name) or "") for name in ("title", "created"))
         model = found.get("model")
         return model if isinstance(model, str) else None
@@ -138,9 +139,7 @@ def _from_markdown(text: str) -> dict[str, Any]:
     messages = [{"role": role, "content": content} for role, content in zip(parts[::2], texts, strict=True)]
     if not messages:
         raise ValueError("it has no heading ## user")
-    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else None
-    title = head.strip().removeprefix("# ")
-    return {"headrace_conversation": 1, "title": title, "system": system, "messages": messages}
+    return {"title": head.strip().removeprefix("# "), "messages": messages}
 
 
 class Commands:

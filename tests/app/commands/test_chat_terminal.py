@@ -14,9 +14,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.app.bench.scripted_server import SSE_HEAD, scripted
 from tests.support.harness import REPOSITORY, TIMEOUT, Server
 from tests.support.terminal import Terminal
+from tests.support.tiny_model import write_tiny_model
 
 PROMPT = r"\n> $"
 
@@ -123,6 +126,14 @@ def test_a_question_or_a_pipe_is_answered_once(server: Server) -> None:
     empty = ask(*common, typed=" \n")
     assert (empty.stdout, empty.returncode) == ("", 1)
     assert "standard input is empty" in empty.stderr
+
+
+@pytest.mark.slow
+def test_a_question_needs_no_server(tmp_path: Path) -> None:
+    settings = ("--load-format", "dummy", "--kv-cache-memory", "4MiB", "--set", "max_tokens=3")
+    done = ask(str(write_tiny_model(tmp_path / "tiny")), "What is it?", *settings)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout
 
 
 def test_half_an_answer_fails() -> None:

@@ -147,6 +147,20 @@ def test_a_saved_conversation_is_read_again(conversation, tmp_path, name):
     assert "/save conversation.json" in typed(conversation, "/save")
 
 
+def test_calls_and_requests_are_read_too(conversation, tmp_path):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = [
+        *TALK[:1],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "a"},
+    ]
+    path = tmp_path / "talk.json"
+    path.write_text(json.dumps({"messages": [{"role": "system", "content": "As a pirate."}, *said], "top_k": 5}))
+    assert typed(conversation, f"/load {path}").startswith("3 messages were read.")
+    assert conversation.body()["messages"] == [{"role": "system", "content": "As a pirate."}, *said]
+    assert b"## tool" not in conversation.as_file(is_markdown=True)
+
+
 def test_a_conversation_of_another_server_is_read(conversation, tmp_path):
     path = tmp_path / "talk.json"
     path.write_text(json.dumps({"headrace_conversation": 1, "model": "gone", "messages": TALK[:1], "more": 1}))
@@ -159,11 +173,12 @@ def test_a_conversation_of_another_server_is_read(conversation, tmp_path):
     [
         ("a.json", b"{", "Expecting"),
         ("a.json", b"[" * 100_000, "recursion"),
-        ("a.json", b'{"messages": []}', "headrace_conversation"),
+        ("a.json", b'[{"role": "user", "content": "Hi"}]', "headrace_conversation"),
+        ("a.json", b'{"x": 1}', "an array"),
         ("a.json", b'{"headrace_conversation": 2, "messages": []}', "headrace_conversation"),
         ("a.json", b'{"headrace_conversation": 1, "messages": {}}', "an array"),
         ("a.json", b'{"headrace_conversation": 1, "messages": [], "system": 3}', "system a string"),
-        ("a.json", b'{"headrace_conversation": 1, "messages": [{"role": "tool", "content": ""}]}', "messages.0"),
+        ("a.json", b'{"headrace_conversation": 1, "messages": [{"role": "other", "content": ""}]}', "messages.0"),
         ("a.json", b'{"headrace_conversation": 1, "messages": [{"role": "user", "content": []}]}', "messages.0"),
         ("a.json", b"\xff", "decode"),
         ("a.md", b"# Notes\n\nNothing else.", "## user"),

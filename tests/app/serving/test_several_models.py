@@ -262,6 +262,17 @@ def test_refusals_by_limits_of_the_whole_server_are_figures_of_the_model(folder:
 
 
 @pytest.mark.slow
+def test_models_that_come_and_go_leave_no_mapped_file(folder: Path) -> None:
+    with several(folder) as server:
+        server.wait_ready()
+        for _ in range(4):
+            assert server.client.post("/models/load", json={"model": "one"}, headers=ADMIN).status_code == 200
+            assert server.client.post("/models/unload", json={"model": "one"}, headers=ADMIN).status_code == 200
+        maps = Path(f"/proc/{server.pid}/maps").read_text()
+        assert maps.count("/heartbeat") <= 2, "those of a spare process, and of the latest engine"
+
+
+@pytest.mark.slow
 def test_one_model_stays_loaded() -> None:
     with ServeCommand(admin_keys="admin-key") as server:
         server.wait_ready()

@@ -53,6 +53,7 @@ class PackedWeights:
         self._buffer = WeightBuffer()
         self._vectors: list[NDArray[np.float32]] = []
         self._experts: list[object] = []
+        self._integers = isinstance(spec, EncoderSpec) and multiplies_integers(library)
 
     def load(self, weights: Iterable[tuple[str, Weight]], config: ModelConfig) -> None:
         """Pack every matrix as soon as its parts are read, so that memory holds little more than the model. Raises
@@ -199,7 +200,14 @@ class PackedWeights:
         self._set_vector(owner, field, [tiles])
 
     def _set_matrix(self, owner: object, field: str, interleave: bool, parts: Sequence[Weight]) -> None:
-        matrix = pack(self._library, self._buffer, parts, interleave=interleave, quantized=self._quantized)
+        matrix = pack(
+            self._library,
+            self._buffer,
+            parts,
+            interleave=interleave,
+            quantized=self._quantized,
+            integers=self._integers,
+        )
         self.matrices.append(matrix)
         setattr(owner, field, matrix.struct)
 
@@ -229,7 +237,7 @@ class _Group:
 # Weights in the forms that the library computes with. csrc/matrix.h describes their layouts.
 
 
-U4, U5, U8, BF16, K4, K5, K6, S8, S16 = 4, 5, 8, 16, 44, 45, 46, 108, 116  # `headrace::Form`
+U4, U5, U8, BF16, K4, K5, K6, S8, S16, I16 = 4, 5, 8, 16, 44, 45, 46, 108, 116, 216  # `headrace::Form`
 FORMS = {  # for the log
     U4: "4-bit",
     U5: "5-bit",
@@ -240,6 +248,7 @@ FORMS = {  # for the log
     K6: "6-bit K",
     S8: "8-bit S",
     S16: "bfloat16 S",
+    I16: "16-bit integer",
 }
 LANES = 16  # outputs of one tile
 _MOST_PARTS = 3  # of a matrix, each of one form
@@ -285,18 +294,21 @@ def pack(
     *,
     interleave: bool = False,
     quantized: bool = True,
+    integers: bool = False,
 ) -> PackedMatrix:
     """Pack matrices into one, stacked by rows; with `interleave`, two matrices with alternating tiles.
 
     A matrix keeps the numbers of its file if the library has a form for them; other quantized types become U8,
-    and all else bfloat16. `quantized` False makes everything bfloat16. Matrices that are interleaved, do not fill
-    whole tiles, or have more than three forms in turn, get one form: their own if it is the same, else U8 if all are
-    quantized. U8 holds Q4_0, Q5_0 and MXFP4 exactly, and other types within half a step: 1/254 of the largest weight
+    and all else bfloat16, or with `integers` I16. `quantized` False makes everything bfloat16. Matrices that are
+    interleaved, do not fill whole tiles, or have more than three forms in turn, get one form: their own if it is the
+    same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4 exactly, and other types within half a step: 1/254 of the largest weight
     of 32.
     """
     if quantized:
         weights = [_as_it_is_taken(weight) for weight in weights]
     forms = [_form(weight) if quantized else BF16 for weight in weights]
+    if integers and quantized and set(forms) == {BF16}:  # all parts of a matrix, because they share its inputs
+        forms = [I16] * len(forms)
     rows, cols = [weight.shape[0] for weight in weights], weights[0].shape[1]
     turns = [
         (form, sum(count for _, count in run))
@@ -315,6 +327,11 @@ def pack(
         _pack_rows(library, matrix, weight, form, first, len(weights) if interleave else 1)
         first += LANES if interleave else weight.shape[0]
     return matrix
+
+
+def multiplies_integers(library: Library) -> bool:
+    """Return True if I16 is the fastest form of this build."""
+    return library.functions.hr_tile_bytes(MatrixStruct(rows=LANES, cols=_BLOCK), I16) == _BLOCK * LANES * 2 + LANES * 4
 
 
 def _as_it_is_taken(weight: Weight) -> Weight:

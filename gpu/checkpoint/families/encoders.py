@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from gpu.checkpoint.families.gemma import GEMMA3
 from gpu.checkpoint.hf_config import FULL, SLIDING, config_from_hf
 
 CLASSIFIER = "ForSequenceClassification"
+_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER)
 ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh"), "gelu_tanh"),
@@ -74,19 +75,22 @@ class EncoderValues:
         shape = (outputs, self.number("hidden_size"))
         return DenseSpec(weight=Part(name, gguf, shape, bias=bias), activation=activation)
 
+    def classifier(self, first: DenseSpec, last: str) -> tuple[DenseSpec, ...]:
+        """Return the layers of a classification head, if the model has one."""
+        return (first, self.dense(last, "cls.output", self.labels)) if self.labels else ()
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class EncoderFamily:
     """One family of encoders: the names and the defaults of its numbers, and its parts."""
 
-    names: tuple[str, ...]  # the architectures' names begin with them
+    name: str  # the architectures' names begin with it
     model_type: str
+    spec: Callable[[EncoderValues], EncoderSpec]
     gguf: str | None = None  # `general.architecture` of GGUF files
     defaults: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)  # BERT's names of numbers -> the family's
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    spec: Callable[[EncoderValues], EncoderSpec]
-    ends: tuple[str, ...] = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER)
 
 
 def encoder_family(values: Mapping[str, Any]) -> tuple[EncoderFamily, str] | None:
@@ -95,12 +99,14 @@ def encoder_family(values: Mapping[str, Any]) -> tuple[EncoderFamily, str] | Non
     if named == ["HF_ColBERT"] and values.get("model_type") == BERT.model_type:
         return BERT, "Model"  # with a layer for every token, see `with_colbert`
     for architecture in named if isinstance(named, list) else []:
-        for family in ENCODERS:
-            for name in family.names:
-                if isinstance(architecture, str) and architecture.startswith(name):
-                    end = architecture.removeprefix(name)
-                    if end in family.ends and values.get("model_type", family.model_type) == family.model_type:
-                        return family, end
+        for family in ENCODERS if isinstance(architecture, str) else ():
+            end = architecture.removeprefix(family.name)
+            if (
+                end in _HEADS
+                and end != architecture
+                and values.get("model_type", family.model_type) == family.model_type
+            ):
+                return family, end
     return None
 
 
@@ -125,7 +131,7 @@ def encoder_config(
     if longest < 1:
         raise found.error("max_position_embeddings", f"above {spec.first_position}")
     return ModelConfig(
-        architecture=family.names[0] + head,
+        architecture=family.name + head,
         vocab_size=found.number("vocab_size"),
         hidden_size=hidden,
         intermediate_size=found.number("intermediate_size"),
@@ -145,292 +151,229 @@ def with_colbert(config: ModelConfig, outputs: int) -> ModelConfig:
     return replace(config, encoder=replace(config.encoder, token_dense=(layer,)))
 
 
-# ----------------------------------------------------------------------------------------------------------- post-norm
-# BERT and its relatives: the residual stream is normalized after each addition.
+# --------------------------------------------------------------------------------------------------------------- layers
+# Each part of a layer has a role. A family's table has their names in its checkpoints; in GGUF files all have the same.
 
 
-_BERT_NAMES = {
-    "words": "embeddings.word_embeddings",
-    "norm": "embeddings.LayerNorm",
-    "layer": "encoder.layer",
-    "q": "attention.self.query",
-    "k": "attention.self.key",
-    "v": "attention.self.value",
-    "out": "attention.output.dense",
-    "out_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "down_norm": "output.LayerNorm",
-}
-_DISTILBERT_NAMES = _BERT_NAMES | {
-    "layer": "transformer.layer",
-    "q": "attention.q_lin",
-    "k": "attention.k_lin",
-    "v": "attention.v_lin",
-    "out": "attention.out_lin",
-    "out_norm": "sa_layer_norm",
-    "up": "ffn.lin1",
-    "down": "ffn.lin2",
-    "down_norm": "output_layer_norm",
-}
+def _table(roles: str, names: str) -> dict[str, str]:
+    return dict(zip(roles.split(), names.split(), strict=True))
 
 
-def _attention(found: EncoderValues, qkv: tuple[Part, ...], out: Part, rope: Rope, reach: int | None = None) -> Any:
-    heads, dim = found.number("num_attention_heads"), found.number("hidden_size") // found.number("num_attention_heads")
-    return EncoderAttentionSpec(
-        heads=Heads(heads, heads, dim, dim**-0.5), qkv=qkv, out=out, qk_norm=None, rope=rope, reach=reach
-    )
-
-
+_IN_GGUF = _table(
+    "q k v qkv out up gate gate_up down attention_norm feed_forward_norm attention_sum_norm feed_forward_sum_norm",
+    "attn_q attn_k attn_v attn_qkv attn_output ffn_up ffn_gate ffn_up ffn_down attn_norm ffn_norm attn_output_norm "
+    "layer_output_norm",
+)
+_ROLES = "words norm layers q k v out up down attention_sum_norm feed_forward_sum_norm"
+_BERT_TABLE = _table(
+    _ROLES,
+    "embeddings.word_embeddings embeddings.LayerNorm encoder.layer attention.self.query attention.self.key "
+    "attention.self.value attention.output.dense intermediate.dense output.dense attention.output.LayerNorm "
+    "output.LayerNorm",
+)
+_DISTILBERT_TABLE = _table(
+    _ROLES,
+    "embeddings.word_embeddings embeddings.LayerNorm transformer.layer attention.q_lin attention.k_lin "
+    "attention.v_lin attention.out_lin ffn.lin1 ffn.lin2 sa_layer_norm output_layer_norm",
+)
+_NOMIC_TABLE = _table(
+    f"{_ROLES} qkv gate",
+    "embeddings.word_embeddings emb_ln encoder.layers attn.q_proj attn.k_proj attn.v_proj attn.out_proj mlp.fc11 "
+    "mlp.fc2 norm1 norm2 attn.Wqkv mlp.fc12",
+)
+_MODERN_TABLE = _table(
+    "words norm layers q k v qkv out up gate gate_up down attention_norm feed_forward_norm activation",
+    "embeddings.tok_embeddings embeddings.norm model.layers attn.q_proj attn.k_proj attn.v_proj attn.Wqkv attn.Wo "
+    "mlp.up mlp.gate mlp.Wi mlp.Wo attn_norm mlp_norm hidden_activation",
+)
 _NO_ROPE = Rope(10000.0, dim=0)
 
 
-def _bert_layer(found: EncoderValues, names: Mapping[str, str], index: int) -> EncoderLayerSpec:
-    hidden, inner = found.number("hidden_size"), found.number("intermediate_size")
-    prefix, gguf = f"{names['layer']}.{index}.", f"blk.{index}."
+def _spec(
+    found: EncoderValues,
+    table: Mapping[str, str],
+    *,
+    biases: tuple[bool, bool] = (True, True),
+    ropes: Sequence[tuple[Rope, int | None]] = (),
+    **more: Any,
+) -> EncoderSpec:
+    """`biases`: whether the matrices of attention and those of the network have one. `ropes` are the rotation and the
+    reach of each layer, if its positions rotate."""
+    hidden, inner, heads = map(found.number, ("hidden_size", "intermediate_size", "num_attention_heads"))
+    shape = Heads(heads, heads, hidden // heads, (hidden // heads) ** -0.5)
+    roles = [role for role in table if role in _IN_GGUF]
 
-    def part(name: str, in_gguf: str, *shape: int) -> Part:
-        return Part(prefix + names[name], gguf + in_gguf, shape, bias=True)
+    def layer(index: int, rope: Rope, reach: int | None) -> EncoderLayerSpec:
+        names = {role: (f"{table['layers']}.{index}.{table[role]}", f"blk.{index}.{_IN_GGUF[role]}") for role in roles}
+        norms = {role: found.norm(*names[role]) for role in roles if role.endswith("norm")}
+        if index == 0 and "attention_norm" in norms:
+            del norms["attention_norm"]  # that of the embeddings is the same
 
-    q, k, v = (part(letter, f"attn_{letter}", hidden, hidden) for letter in "qkv")
-    return EncoderLayerSpec(
-        attention_norm=None,
-        attention=_attention(found, (q, k, v), part("out", "attn_output", hidden, hidden), _NO_ROPE),
-        attention_sum_norm=found.norm(prefix + names["out_norm"], f"{gguf}attn_output_norm"),
-        feed_forward_norm=None,
-        feed_forward=EncoderNetworkSpec(
-            up=part("up", "ffn_up", inner, hidden),
-            down=part("down", "ffn_down", hidden, inner),
-            activation=found.activation("hidden_act"),
-        ),
-        feed_forward_sum_norm=found.norm(prefix + names["down_norm"], f"{gguf}layer_output_norm"),
+        def part(role: str, outputs: int, inputs: int = hidden) -> Part:
+            return Part(*names[role], (outputs, inputs), bias=biases[role in ("up", "gate", "down")])
+
+        qkv, up = tuple(part(letter, hidden) for letter in "qkv"), part("up", inner)
+        qkv = fused(*names["qkv"], *qkv) if "qkv" in names else qkv
+        gate = part("gate", inner) if "gate" in names else None
+        if gate is not None and "gate_up" in names:
+            gate, up = fused(*names["gate_up"], gate, up)
+        down, activation = part("down", hidden, inner), found.activation(table.get("activation", "hidden_act"))
+        out = part("out", hidden)
+        return EncoderLayerSpec(
+            attention=EncoderAttentionSpec(heads=shape, qkv=qkv, out=out, qk_norm=None, rope=rope, reach=reach),
+            feed_forward=EncoderNetworkSpec(up=up, down=down, activation=activation, gate=gate),
+            **dict.fromkeys(("attention_norm", "feed_forward_norm")) | norms,
+        )
+
+    ropes = ropes or [(_NO_ROPE, None)] * found.number("num_hidden_layers")
+    return EncoderSpec(
+        embedding=Part(table["words"], "token_embd", (found.number("vocab_size"), hidden)),
+        embedding_norm=found.norm(table["norm"], "token_embd_norm"),
+        layers=tuple(layer(index, *each) for index, each in enumerate(ropes)),
+        head=None,
+        **{"norm": None} | more,
     )
+
+
+def _rope(found: EncoderValues, rope: Any, default: float, key: str) -> Rope:
+    """Return a rotation by `rope_parameters`, or by the base under an older key."""
+    rope = rope if isinstance(rope, dict) else {}
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"{found.where}: rope_type={shown(rope['rope_type'])} is not supported for encoders.")
+    theta = rope.get("rope_theta", found.values.get(key, default))
+    return Rope(float(check_field(FIELDS["rope_theta"], theta, key="rope_theta", source=found.where)))
+
+
+# ------------------------------------------------------------------------------------------------------------ families
 
 
 def _bert(
     found: EncoderValues,
     *,
-    names: Mapping[str, str] = _BERT_NAMES,
+    table: Mapping[str, str] = _BERT_TABLE,
     head: tuple[str, str, str] = ("pooler.dense", "classifier", "tanh"),
     skips_padding: bool = False,
 ) -> EncoderSpec:
-    """`head` has the names of the layers of the classification head, and the activation between them."""
+    """BERT and its relatives normalize the residual stream after each addition. `head` has the names of the layers of
+    the classification head, and the activation between them."""
     hidden, types = found.number("hidden_size"), found.number("type_vocab_size", 0)
-    padding = found.number("pad_token_id") if skips_padding else None
-    classifier: tuple[DenseSpec, ...] = ()
-    if found.labels:
-        first, last, activation = head
-        classifier = (found.dense(first, "cls", hidden, activation), found.dense(last, "cls.output", found.labels))
-    return EncoderSpec(
-        embedding=Part(names["words"], "token_embd", (found.number("vocab_size"), hidden)),
-        positions=Part(
-            "embeddings.position_embeddings", "position_embd", (found.number("max_position_embeddings"), hidden)
-        ),
+    longest, padding = found.number("max_position_embeddings"), found.number("pad_token_id") if skips_padding else None
+    first, last, activation = head
+    more: dict[str, Any] = {"positions": Part("embeddings.position_embeddings", "position_embd", (longest, hidden))}
+    if table is _NOMIC_TABLE:  # rotary positions, gated networks and few biases
+        rope = _rope(found, found.values.get("rope_parameters"), 1000.0, "rotary_emb_base")
+        more = {"biases": (False, False), "ropes": [(rope, None)] * found.number("num_hidden_layers")}
+    return _spec(
+        found,
+        table,
         first_position=0 if padding is None else padding + 1,
         padding=padding,
         token_types=Part("embeddings.token_type_embeddings", "token_types", (types, hidden)) if types else None,
-        embedding_norm=found.norm(names["norm"], "token_embd_norm"),
-        layers=tuple(_bert_layer(found, names, index) for index in range(found.number("num_hidden_layers"))),
-        norm=None,
-        head=None,
-        classifier=classifier,
-    )
-
-
-_BERT_DEFAULTS = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-}
-_ABSOLUTE = {"position_embedding_type": ("absolute",)}
-_ROBERTA_HEAD = ("classifier.dense", "classifier.out_proj", "tanh")
-
-BERT = EncoderFamily(
-    names=("Bert",), model_type="bert", gguf="bert", defaults=_BERT_DEFAULTS, allowed=_ABSOLUTE, spec=_bert
-)
-BERT_AS_ROBERTA = replace(BERT, spec=partial(_bert, head=_ROBERTA_HEAD))  # GGUF files of RoBERTa say BERT, too
-ROBERTA = EncoderFamily(
-    names=("Roberta",),
-    model_type="roberta",
-    defaults={**_BERT_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},
-    allowed=_ABSOLUTE,
-    spec=partial(_bert, head=_ROBERTA_HEAD, skips_padding=True),
-)
-XLM_ROBERTA = replace(
-    ROBERTA,
-    names=("XLMRoberta",),
-    model_type="xlm-roberta",
-    defaults={**_BERT_DEFAULTS, "vocab_size": 30522, "pad_token_id": 1},
-)
-CAMEMBERT = replace(XLM_ROBERTA, names=("Camembert",), model_type="camembert")
-DISTILBERT = EncoderFamily(
-    names=("DistilBert",),
-    model_type="distilbert",
-    defaults={**_BERT_DEFAULTS, "type_vocab_size": 0},
-    aliases={
-        "hidden_size": "dim",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "intermediate_size": "hidden_dim",
-        "hidden_act": "activation",
-    },
-    spec=partial(_bert, names=_DISTILBERT_NAMES, head=("pre_classifier", "classifier", "relu")),
-)
-
-
-# NomicBERT: BERT with rotary positions, gated networks and few biases. config.json of the published models has GPT-2's
-# names. Their scaling of positions beyond those of the training is refused.
-def _nomic_layer(found: EncoderValues, index: int) -> EncoderLayerSpec:
-    hidden, inner = found.number("hidden_size"), found.number("intermediate_size")
-    prefix, gguf = f"encoder.layers.{index}.", f"blk.{index}."
-    part = Part(prefix, gguf, (hidden, hidden))
-    qkv = (replace(part, name=f"{prefix}attn.{letter}_proj", gguf=f"{gguf}attn_{letter}") for letter in "qkv")
-    return EncoderLayerSpec(
-        attention_norm=None,
-        attention=_attention(
-            found,
-            fused(f"{prefix}attn.Wqkv", f"{gguf}attn_qkv", *qkv),
-            replace(part, name=f"{prefix}attn.out_proj", gguf=f"{gguf}attn_output"),
-            Rope(_theta(found, found.values.get("rope_parameters"), 1000.0)),
-        ),
-        attention_sum_norm=found.norm(f"{prefix}norm1", f"{gguf}attn_output_norm"),
-        feed_forward_norm=None,
-        feed_forward=EncoderNetworkSpec(
-            up=Part(f"{prefix}mlp.fc11", f"{gguf}ffn_up", (inner, hidden)),
-            down=Part(f"{prefix}mlp.fc2", f"{gguf}ffn_down", (hidden, inner)),
-            activation=found.activation("hidden_act"),
-            gate=Part(f"{prefix}mlp.fc12", f"{gguf}ffn_gate", (inner, hidden)),
-        ),
-        feed_forward_sum_norm=found.norm(f"{prefix}norm2", f"{gguf}layer_output_norm"),
-    )
-
-
-def _nomic(found: EncoderValues) -> EncoderSpec:
-    layers = tuple(_nomic_layer(found, index) for index in range(found.number("num_hidden_layers")))
-    spec = _bert(found, names=_BERT_NAMES | {"norm": "emb_ln"})
-    return replace(spec, positions=None, layers=layers)
-
-
-def _theta(found: EncoderValues, rope: Any, default: float, key: str = "rotary_emb_base") -> float:
-    """Return the base of a rotation: of `rope_parameters`, or under an older key."""
-    rope = rope if isinstance(rope, dict) else {}
-    if rope.get("rope_type", "default") != "default":
-        raise ModelError(f"{found.where}: rope_type={shown(rope['rope_type'])} is not supported for encoders.")
-    theta = rope.get("rope_theta", found.values.get(key, default))
-    return float(check_field(FIELDS["rope_theta"], theta, key="rope_theta", source=found.where))
-
-
-NOMIC_BERT = EncoderFamily(
-    names=("NomicBert",),
-    model_type="nomic_bert",
-    gguf="nomic-bert",
-    defaults={**_BERT_DEFAULTS, "vocab_size": 30528, "max_position_embeddings": 2048, "hidden_act": "silu"},
-    aliases={
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "intermediate_size": "n_inner",
-        "hidden_act": "activation_function",
-        "layer_norm_eps": "layer_norm_epsilon",
-        "max_position_embeddings": "max_trained_positions",
-    },
-    allowed={
-        **dict.fromkeys(
-            ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "causal"), (False,)
-        ),
-        **dict.fromkeys(("parallel_block", "rotary_emb_interleaved"), (False,)),
-        "rotary_emb_fraction": (1.0,),
-        "rotary_scaling_factor": (),
-    },
-    spec=_nomic,
-)
-
-
-# ------------------------------------------------------------------------------------------------------------ pre-norm
-# ModernBERT (Warner et al., arXiv:2412.13663): norms before attention and network, and layers that see only the tokens
-# near by.
-
-
-def _modern_layer(found: EncoderValues, index: int, kind: str) -> EncoderLayerSpec:
-    hidden, inner = found.number("hidden_size"), found.number("intermediate_size")
-    prefix, gguf = f"model.layers.{index}.", f"blk.{index}."
-    has_bias, of_network = found.flag("attention_bias"), found.flag("mlp_bias")
-    is_full, rope = kind == FULL, found.values.get("rope_parameters")
-    theta, key = (160000.0, "global_rope_theta") if is_full else (10000.0, "local_rope_theta")
-    part = Part(prefix, gguf, (hidden, hidden), bias=has_bias)
-    qkv = (replace(part, name=f"{prefix}attn.{letter}_proj", gguf=f"{gguf}attn_{letter}") for letter in "qkv")
-    gate, up = (Part(f"{prefix}mlp.{name}", gguf, (inner, hidden), bias=of_network) for name in ("gate", "up"))
-    gate, up = fused(f"{prefix}mlp.Wi", f"{gguf}ffn_up", gate, up)
-    return EncoderLayerSpec(
-        attention_norm=found.norm(f"{prefix}attn_norm", f"{gguf}attn_norm") if index else None,
-        attention=_attention(
-            found,
-            fused(f"{prefix}attn.Wqkv", f"{gguf}attn_qkv", *qkv),
-            replace(part, name=f"{prefix}attn.Wo", gguf=f"{gguf}attn_output"),
-            Rope(_theta(found, rope.get(kind) if isinstance(rope, dict) else None, theta, key)),
-            None if is_full else found.number("local_attention") // 2,
-        ),
-        feed_forward_norm=found.norm(f"{prefix}mlp_norm", f"{gguf}ffn_norm"),
-        feed_forward=EncoderNetworkSpec(
-            up=up,
-            down=Part(f"{prefix}mlp.Wo", f"{gguf}ffn_down", (hidden, inner), bias=of_network),
-            activation=found.activation("hidden_activation"),
-            gate=gate,
-        ),
+        classifier=found.classifier(found.dense(first, "cls", hidden, activation), last),
+        **more,
     )
 
 
 def _modern(found: EncoderValues) -> EncoderSpec:
+    """ModernBERT (Warner et al., arXiv:2412.13663) normalizes before attention and network, and has layers that see
+    only the tokens near by."""
     count, every = found.number("num_hidden_layers"), found.number("global_attn_every_n_layers", 3)
     kinds = found.values.get("layer_types") or [SLIDING if index % every else FULL for index in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {FULL, SLIDING}:
         raise found.error("layer_types", f"a list of {count} times {FULL} or {SLIDING}")
-    pooling = found.values.get("classifier_pooling", "cls")
+    pooling, of_kinds = found.values.get("classifier_pooling", "cls"), found.values.get("rope_parameters")
     if pooling not in ("cls", "mean"):
         raise found.error("classifier_pooling", "cls or mean")
+    of_kinds = of_kinds if isinstance(of_kinds, dict) else {}
+    ropes = {
+        FULL: (_rope(found, of_kinds.get(FULL), 160000.0, "global_rope_theta"), None),
+        SLIDING: (
+            _rope(found, of_kinds.get(SLIDING), 10000.0, "local_rope_theta"), found.number("local_attention") // 2
+        ),
+    }  # fmt: skip
     classifier: tuple[DenseSpec, ...] = ()
     if found.labels:
-        dense, bias = ("head.dense", "cls", found.number("hidden_size")), found.flag("classifier_bias")
-        first = found.dense(*dense, found.activation("classifier_activation"), bias=bias)
-        first = replace(first, norm=found.norm("head.norm", "cls.norm"))
-        classifier = (first, found.dense("classifier", "cls.output", found.labels))
-    return EncoderSpec(
-        embedding=Part(
-            "embeddings.tok_embeddings", "token_embd", (found.number("vocab_size"), found.number("hidden_size"))
-        ),
-        embedding_norm=found.norm("embeddings.norm", "token_embd_norm"),
-        layers=tuple(_modern_layer(found, index, kind) for index, kind in enumerate(kinds)),
+        activation, bias = found.activation("classifier_activation"), found.flag("classifier_bias")
+        first = found.dense("head.dense", "cls", found.number("hidden_size"), activation, bias)
+        classifier = found.classifier(replace(first, norm=found.norm("head.norm", "cls.norm")), "classifier")
+    return _spec(
+        found,
+        _MODERN_TABLE,
+        biases=(found.flag("attention_bias"), found.flag("mlp_bias")),
+        ropes=[ropes[kind] for kind in kinds],
         norm=found.norm("final_norm", "output_norm"),
-        head=None,
         classifier=classifier,
         classifier_pooling=pooling,
     )
 
 
-MODERN_BERT = EncoderFamily(
-    names=("ModernBert",),
-    model_type="modernbert",
-    gguf="modern-bert",
-    defaults={
-        "vocab_size": 50368,
-        "hidden_size": 768,
-        "intermediate_size": 1152,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 8192,
-        "layer_norm_eps": 1e-5,
-        "norm_bias": False,
-        "local_attention": 128,
-    },
-    aliases={"layer_norm_eps": "norm_eps"},
-    spec=_modern,
-)
+def _names(*names: str) -> dict[str, str]:
+    """Return the aliases of a family."""
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act")
+    return dict(zip((*sizes, "layer_norm_eps", "max_position_embeddings"), names, strict=False))
 
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_BERT_DEFAULTS = {
+    **dict(zip(_SIZES, (30522, 768, 12, 12, 3072), strict=True)),
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
+_ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1}
+_MODERN_DEFAULTS = {
+    **dict(zip(_SIZES, (50368, 768, 22, 12, 1152), strict=True)),
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "norm_bias": False,
+    "local_attention": 128,
+}
+_ABSOLUTE = {"position_embedding_type": ("absolute",)}
+_OF_ROBERTA = partial(_bert, head=("classifier.dense", "classifier.out_proj", "tanh"))
+_NOT_NOMIC = ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "causal", "parallel_block")
+
+BERT = EncoderFamily("Bert", "bert", _bert, gguf="bert", defaults=_BERT_DEFAULTS, allowed=_ABSOLUTE)
+BERT_AS_ROBERTA = replace(BERT, spec=_OF_ROBERTA)  # GGUF files of RoBERTa say BERT, too
+ROBERTA = EncoderFamily(
+    "Roberta", "roberta", partial(_OF_ROBERTA, skips_padding=True), defaults=_ROBERTA_DEFAULTS, allowed=_ABSOLUTE
+)
+XLM_ROBERTA = replace(
+    ROBERTA, name="XLMRoberta", model_type="xlm-roberta", defaults={**_ROBERTA_DEFAULTS, "vocab_size": 30522}
+)
+CAMEMBERT = replace(XLM_ROBERTA, name="Camembert", model_type="camembert")
+DISTILBERT = EncoderFamily(
+    "DistilBert",
+    "distilbert",
+    partial(_bert, table=_DISTILBERT_TABLE, head=("pre_classifier", "classifier", "relu")),
+    defaults={**_BERT_DEFAULTS, "type_vocab_size": 0},
+    aliases=_names("dim", "n_layers", "n_heads", "hidden_dim", "activation"),
+)
+# config.json of the published models has GPT-2's names. Their scaling of positions beyond those of the training is
+# refused.
+NOMIC_BERT = EncoderFamily(
+    "NomicBert",
+    "nomic_bert",
+    partial(_bert, table=_NOMIC_TABLE),
+    gguf="nomic-bert",
+    defaults={**_BERT_DEFAULTS, "vocab_size": 30528, "max_position_embeddings": 2048, "hidden_act": "silu"},
+    aliases=_names(
+        *("n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon"),
+        "max_trained_positions",
+    ),
+    allowed={
+        **dict.fromkeys((*_NOT_NOMIC, "rotary_emb_interleaved"), (False,)),
+        "rotary_emb_fraction": (1.0,),
+        "rotary_scaling_factor": (),
+    },
+)
+MODERN_BERT = EncoderFamily(
+    "ModernBert",
+    "modernbert",
+    _modern,
+    gguf="modern-bert",
+    defaults=_MODERN_DEFAULTS,
+    aliases={"layer_norm_eps": "norm_eps"},
+)
 ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, DISTILBERT, NOMIC_BERT, MODERN_BERT)
 
 

@@ -70,4 +70,9 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
 // queries: bfloat16 [T, query heads, dim]; out: float32 [query heads, dim] per token, `stride` floats apart.
 void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* out, int64_t stride);
 
+// The same for whole texts, from float32 queries, keys and values: heads * dim each per token, `stride` floats apart.
+bool attends_whole(const Heads& heads);
+void attend_whole(Pool& pool, const Heads& heads, const Step& step, const float* qkv, int64_t stride, float* out,
+                  int64_t out_stride);
+
 }  // namespace headrace

@@ -52,7 +52,7 @@ struct Rows {
 // Set rows of x as the input of `w`, each normalized first if there is a `norm`.
 Activations& prepare(Engine& engine, const Matrix& w, const float* x, int64_t stride, const Rows& rows,
                      const float* norm = nullptr, float epsilon = 0, bool centred = false) {
-    engine.input.begin(w.cols, rows.count, rows.precision);
+    engine.input.begin(w.cols, rows.count, rows.precision, nullptr, w.takes_integers());
     for_rows(engine.pool, rows.count, [&](int row) {
         const float* from = x + (rows.index ? rows.index[row] : row) * stride;
         if (norm) {
@@ -75,7 +75,8 @@ void rotate(float* head, const float* cosines, const float* sines, int half) {
     }
 }
 
-// Normalize and rotate queries and keys, write queries to `queries`, and write keys and values to the cache.
+// Normalize and rotate queries and keys, write queries to `queries` and keys and values to the cache; with `queries` null,
+// leave them where they are.
 void place(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* qkv, int64_t stride,
            uint16_t* queries) {
     const Heads& heads = layer.heads;
@@ -103,6 +104,7 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
                     for (int q = head * group; q < (head + 1) * group; q++) {
                         float* query = row + q * query_stride;
                         rounded(query, layer.q_norm, position);
+                        if (!queries) continue;
                         if (layer.query_scales)
                             for (int d = 0; d < dim; d++) query[d] *= layer.query_scales[position];
                         uint16_t* to = queries + ((int64_t)token * heads.query + q) * dim;
@@ -110,7 +112,7 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
                     }
                     float* key = row + heads.query * query_stride + head * dim;
                     rounded(key, layer.k_norm, position);
-                    write_kv(cache, table[position / heads.block_size], (int)(position % heads.block_size), head, key,
+                    if (queries) write_kv(cache, table[position / heads.block_size], (int)(position % heads.block_size), head, key,
                              key + heads.kv * dim);
                 }
             }
@@ -175,6 +177,9 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
     float* attended = streams.attended + layer.attended_begin;
     if (layer.delta) {
         delta_net(engine.pool, *layer.delta, step, wide, qkv_width, model.epsilon, attended, attended_width);
+    } else if (attends_whole(heads)) {
+        if (layer.q_norm || layer.rotary) place(engine, model, layer, step, wide, qkv_width, nullptr);
+        attend_whole(engine.pool, heads, step, wide, qkv_width, attended, attended_width);
     } else {
         place(engine, model, layer, step, wide, qkv_width, queries);
         attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended, attended_width);
@@ -213,7 +218,7 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
             continue;
         }
         prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon, model.centred);
-        engine.inner.begin(layer.down.cols, rows.count, rows.precision, streams.inner);
+        engine.inner.begin(layer.down.cols, rows.count, rows.precision, streams.inner, layer.down.takes_integers());
         multiply(engine.pool, layer.gate_up, x, rows.precision, (Then)model.activation, layer.gate_up_bias,
                  {nullptr, 0, nullptr, &engine.inner, model.inner_begin / kBlock});
         engine.meet();  // C

@@ -157,6 +157,14 @@ struct Blocks<kS16> : Blocks<kBF16> {
     }
 };
 
+template <>
+struct Blocks<kI16> : Blocks<kS16> {
+    template <int kSecond>
+    static f32x16 q(const uint8_t* block, InputPair p) {
+        return to_f32(as_i32(pair(block, p) << (kSecond ? 0 : 16)) >> 16);
+    }
+};
+
 // Call `body` with the form as a compile-time constant.
 template <class Body>
 inline auto with_form(Form form, const Body& body) {
@@ -169,6 +177,7 @@ inline auto with_form(Form form, const Body& body) {
         case kK6: return body(std::integral_constant<Form, kK6>{});
         case kS8: return body(std::integral_constant<Form, kS8>{});
         case kS16: return body(std::integral_constant<Form, kS16>{});
+        case kI16: return body(std::integral_constant<Form, kI16>{});
         default: return body(std::integral_constant<Form, kBF16>{});
     }
 }

@@ -263,10 +263,11 @@ void finish(const float* sums, int64_t size, int first, int tiles, int row, int 
 
 }  // namespace
 
-void Activations::begin(int cols, int rows, Precision precision, uint8_t* memory) {
+void Activations::begin(int cols, int rows, Precision precision, uint8_t* memory, bool as_integers) {
     blocks = (cols + kBlock - 1) / kBlock;
     count = rows;
     tiled = kHasTiles && (precision == Precision::kTiles || rows > kVectorRows);
+    integers = as_integers;
     data = memory ? memory : own_.reserve((size_t)bytes(cols, rows));
     sums = (float*)data + (int64_t)(rows + 16) * blocks * kValues;
 }
@@ -285,6 +286,11 @@ void Activations::set_row(int row, const float* x, int cols) {
 }
 
 void Activations::set_block(int row, int b, f32x16 low, f32x16 high) {
+    if (kHasIntegers && integers) {
+        const int64_t at = (int64_t)row * blocks + b;
+        sums[at] = to_integers(low, high, (uint16_t*)data + at * kBlock);
+        return;
+    }
     low = rounded(low), high = rounded(high);
     const float total = sum(low + high);
     if (tiled) {
@@ -314,6 +320,7 @@ void Activations::set_block(int row, int b, f32x16 low, f32x16 high) {
 void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums) {
     FlushDenormals as_tiles_do;
     if (x.tiled) return exact_sums_by_tiles(tile, x, begin, count, sums);
+    if (kHasIntegers && x.integers) return sums_of_integers(tile, x, begin, count, sums);
     with_form(tile.form, [&](auto form) {
         if constexpr (kRegisters < 32) {
             if (count >= 2 * kVectorRows) {

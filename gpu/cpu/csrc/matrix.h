@@ -11,11 +11,15 @@
 //   kBF16     bfloat16 in pairs, without a scale; the last block is padded with zeros.
 //   kS8       8 bits each and d as float32 for each half of a block. Exact for IQ types and integers with float32 scales.
 //   kS16      bfloat16 in pairs and d as float32. Exact for FP8 with scales.
+//   kI16      integers up to kMaxI16 in pairs and d as float32, for encoders where kHasIntegers.
 //
 // A product is exact with two exceptions: activations are rounded to bfloat16 where the processor multiplies bfloat16
 // (and stay float32 elsewhere), and sums are float32. The sum over a block is multiplied by d, and m by the sum of the
 // block's activations. Every output is computed by the same operations in the same order for any number of rows, so a
 // row's result has the same bits in any batch.
+//
+// Inputs of kI16 are rounded to integers of the same size, with a scale for each row's block: sums over a block are exact
+// in 32 bits, and the error of both roundings is a tenth of that of bfloat16.
 //
 // With AMX tiles there is a second precision, for prompt tokens: weights are rounded to bfloat16 too, which is twice as
 // fast from 128 rows on. A row's precision depends on its token, never on the step.
@@ -31,11 +35,12 @@
 
 namespace headrace {
 
-enum Form : int32_t { kU4 = 4, kU5 = 5, kU8 = 8, kBF16 = 16, kK4 = 44, kK5 = 45, kK6 = 46, kS8 = 108, kS16 = 116 };
+enum Form : int32_t { kU4 = 4, kU5 = 5, kU8 = 8, kBF16 = 16, kK4 = 44, kK5 = 45, kK6 = 46, kS8 = 108, kS16 = 116, kI16 = 216 };
 
 constexpr int kLanes = 16;
 constexpr int kBlock = 32;
 constexpr int kSuperBlock = 8;  // blocks that share D and M
+constexpr int kMaxI16 = 8191;   // kBlock products of two such integers fit into 31 bits
 
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
@@ -43,6 +48,13 @@ constexpr int kVectorRows = 3;  // rows with their sums in registers; up to so m
 #else
 constexpr bool kHasTiles = false;
 constexpr int kVectorRows = kRegisters >= 32 ? 8 : 6;
+#endif
+
+// Whether products of integers are faster than any other: matrix_integers.cpp has them.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kHasIntegers = true;
+#else
+constexpr bool kHasIntegers = false;
 #endif
 
 int block_bytes(Form form);
@@ -67,6 +79,7 @@ struct Matrix {
 
     int tiles() const { return (rows + kLanes - 1) / kLanes; }
     int blocks() const { return (cols + kBlock - 1) / kBlock; }
+    bool takes_integers() const { return parts[0].form == kI16; }
     int64_t tile_bytes(Form form) const {
         return (int64_t)blocks() * block_bytes(form) + (has_super_blocks(form) ? blocks() / kSuperBlock * 64 : 0);
     }
@@ -104,16 +117,18 @@ class Buffer {
 
 // Rows of a step in the layout of a product's input. Rows form groups; in a group of n rows each block has n values of
 // its first input, n of its second, and so on (or of its first pair of inputs), then n sums of its inputs. For tiles a
-// group is 16 rows of 32 contiguous bfloat16 each, and the sums are stored apart.
+// group is 16 rows of 32 contiguous bfloat16 each, and the sums are stored apart. Integers are stored row by row, and
+// their scales apart, in the place of sums.
 struct Activations {
     int blocks = 0;
     int count = 0;
     bool tiled = false;
+    bool integers = false;
     uint8_t* data = nullptr;
     float* sums = nullptr;
 
     // Reserve memory unless `memory` is given, and choose the layout; all rows have the same `precision`.
-    void begin(int cols, int rows, Precision precision, uint8_t* memory = nullptr);
+    void begin(int cols, int rows, Precision precision, uint8_t* memory = nullptr, bool as_integers = false);
     static int64_t bytes(int cols, int rows);
     // `x` has `cols` floats; the last block is padded with zeros. Rows that only fill up a group may hold anything.
     void set_row(int row, const float* x, int cols);
@@ -165,11 +180,24 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest*
 // Dequantize one row of weights: the embedding of a token where the head is tied to the embeddings.
 void matrix_row(const Matrix& w, int row, float* out);
 
+// Round to integers, as the low 16 bits of each lane of a sum with 1.5 * 2^23.
+inline u32x16 nearest(f32x16 x, f32x16 factor) { return as_u32(fma(x, factor, splat(12582912.0f))) & splat(0xffffu); }
+
+// Round a block to integers, 32 of 16 bits at `to`, and return their scale: NaN if a number is not finite.
+inline float to_integers(f32x16 low, f32x16 high, uint16_t* to) {
+    const float most = largest(max(absolute(low), absolute(high)));
+    const f32x16 factor = splat(kMaxI16 / (most < 1e-30f ? 1e-30f : most));
+    store(to, narrow(nearest(low, factor)));
+    store(to + 16, narrow(nearest(high, factor)));
+    return most * (1.0f / kMaxI16) + sum((low + high) * splat(0.0f));
+}
+
 // The functions below run on one thread, which with AMX must have its `Tiles`.
 
 // Compute the sums of one tile for rows [begin, begin + count) of `x`: float32 [count, 16], aligned to 64 bytes.
 void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums);
 void exact_sums_by_tiles(const Tile& tile, const Activations& x, int begin, int count, float* sums);
+void sums_of_integers(const Tile& tile, const Activations& x, int begin, int count, float* sums);
 
 // Up to four tiles with weights rounded to bfloat16, and their sums for rows [begin, begin + count) of `x`: float32
 // [32, 16] per tile (an even number of them), `stride` floats apart. `begin` is a multiple of 32, `count` at most 32.

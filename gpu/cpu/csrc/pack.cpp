@@ -196,7 +196,10 @@ void headrace::matrix_row(const Matrix& w, int row, float* out) {
 
 extern "C" {
 
-int64_t hr_tile_bytes(const Matrix* w, int32_t form) { return w->tile_bytes((Form)form); }
+// Returns 0 for a form that this build does not multiply.
+int64_t hr_tile_bytes(const Matrix* w, int32_t form) {
+    return form == kI16 && !kHasIntegers ? 0 : w->tile_bytes((Form)form);
+}
 
 // Fill `count` rows of `w`, all zero before, from rows of blocks of a GGUF type that has its own form, from row `first`
 // on. If `turns` weights interleave their tiles, only every `turns`-th tile is filled. Returns -1 for any other type.
@@ -220,8 +223,8 @@ int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64
     return 0;
 }
 
-// The same from float32 rows: kBF16 rounds each number, kU8 rounds a block of 32 to 127 steps of its largest number,
-// with a step of at least the smallest float16, 2^-24. A block with a number that is not finite becomes NaN.
+// The same from float32 rows: kBF16 rounds each number, kI16 a block of 32 to kMaxI16 steps of its largest number, and kU8
+// to 127 steps, of at least the smallest float16, 2^-24. A block with a number that is not finite becomes NaN.
 int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_t count, int32_t turns) {
     for (int i = 0; i < count; i++, rows += w->cols) {
         const int row = place_of(i, first, turns);
@@ -229,6 +232,17 @@ int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_
         if (lane.form == kBF16) {
             uint16_t* to = (uint16_t*)lane.tile + lane.lane * 2;
             for (int k = 0; k < w->cols; k++) to[(k / 2) * 32 + k % 2] = to_bf16(rows[k]);
+        } else if (lane.form == kI16) {
+            for (int b = 0; b < w->blocks(); b++) {
+                const float* x = rows + b * kBlock;
+                const int size = std::min(kBlock, w->cols - b * kBlock);
+                float most = 0, zero = 0;
+                for (int k = 0; k < size; k++) most = std::max(most, std::fabs(x[k])), zero += 0.0f * x[k];
+                ((float*)(lane.block(b) + kBlock * kLanes * 2))[lane.lane] = most / kMaxI16 + zero;
+                int16_t* to = (int16_t*)lane.block(b) + lane.lane * 2;
+                for (int k = 0; k < size && most > 0 && zero == 0.0f; k++)
+                    to[k / 2 * 32 + k % 2] = (int16_t)std::nearbyint(x[k] / most * kMaxI16);
+            }
         } else if (lane.form == kU8) {
             for (int b = 0; b < w->blocks(); b++) {
                 const float* x = rows + b * kBlock;

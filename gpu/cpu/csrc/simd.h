@@ -87,6 +87,8 @@ inline float from_bf16(uint16_t half) {
     return load<float>(&bits);
 }
 
+inline f32x16 absolute(f32x16 x) { return as_f32(as_u32(x) & splat(0x7fffffffu)); }
+
 #if !defined(__AVX512F__)
 // 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of x - whole; 0 below -126.
 template <class Function>

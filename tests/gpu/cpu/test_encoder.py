@@ -295,8 +295,8 @@ def test_an_activation_is_as_exact_as_its_inputs_and_outputs(activation: str, ga
     expected = Oracle(spec, weights)(inputs.input_ids, inputs.positions, inputs.types)
     library = load_library()
     assert library is not None
-    exact = library.name in ("_kernels_avx2", "_kernels_avx512", "_kernels_neon")
-    assert np.abs(found - expected).max() < (1e-5 if exact else 3e-2) * np.abs(expected).max()
+    bounds = {"_kernels_avx512": 1e-5, "_kernels_neon": 1e-5, "_kernels_avx2": 3e-4}  # AVX2: integers of 14 bits
+    assert np.abs(found - expected).max() < bounds.get(library.name, 3e-2) * np.abs(expected).max()
 
 
 def test_a_pass_that_is_abandoned_raises_its_error_and_the_next_one_is_whole() -> None:

@@ -301,8 +301,8 @@ def pack(
     A matrix keeps the numbers of its file if the library has a form for them; other quantized types become U8,
     and all else bfloat16, or with `integers` I16. `quantized` False makes everything bfloat16. Matrices that are
     interleaved, do not fill whole tiles, or have more than three forms in turn, get one form: their own if it is the
-    same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4 exactly, and other types within half a step: 1/254 of the largest weight
-    of 32.
+    same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4 exactly, and other types within half a step: 1/254
+    of the largest weight of 32.
     """
     if quantized:
         weights = [_as_it_is_taken(weight) for weight in weights]

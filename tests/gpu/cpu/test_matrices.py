@@ -1,5 +1,7 @@
 """The library's matrices against the definition of their formats, in every build that this processor runs."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,22 @@ from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, MatrixStruct, Threads, load_library, usable
-from gpu.cpu.weights import ALIGNMENT, BF16, K4, K5, K6, LANES, U4, U5, U8, PackedMatrix, WeightBuffer, pack
+from gpu.cpu.weights import (
+    ALIGNMENT,
+    BF16,
+    I16,
+    K4,
+    K5,
+    K6,
+    LANES,
+    U4,
+    U5,
+    U8,
+    PackedMatrix,
+    WeightBuffer,
+    multiplies_integers,
+    pack,
+)
 from tests.gpu.native_builds import needs_library
 from tests.selection import slow_except
 
@@ -70,6 +87,38 @@ def rounded(library: Library, rows: torch.Tensor) -> PackedMatrix:
     matrix = PackedMatrix(library, WeightBuffer(), [(U8, len(rows))], rows.shape[1])
     assert library.functions.hr_pack_floats(matrix.struct, rows.data_ptr(), 0, len(rows), 1) == 0
     return matrix
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 23])
+def test_a_product_of_integers_has_a_tenth_of_the_error_of_bfloat16_and_rows_do_not_depend_on_others(
+    library: Library, count: int
+):
+    if not multiplies_integers(library):
+        return
+    generator = torch.Generator().manual_seed(3)
+    rows, x = (torch.randn(size, 144, generator=generator) for size in (37, count))  # the last block is half full
+    rows[5], x[0, 32:64] = 0, 0
+    matrix = pack(library, WeightBuffer(), [rows.numpy()], integers=True)
+    assert matrix.forms == {I16}
+    torch.testing.assert_close(stored(library, matrix), rows, rtol=0, atol=float(rows.abs().max()) / 8191 / 2 * 1.01)
+    found, exact = product(library, matrix, x), x.double() @ rows.double().T
+    error, bfloat16 = (each.double() - exact for each in (found, (x.bfloat16() @ rows.bfloat16().T)))
+    assert error.norm() < 1.5e-4 * exact.norm() < bfloat16.norm() / 10
+    for index, row in enumerate(x):
+        assert torch.equal(product(library, matrix, row[None])[0], found[index])
+
+
+def test_numbers_that_are_not_finite_reach_products_of_integers(library: Library):
+    if not multiplies_integers(library):
+        return
+    for number in (math.inf, -math.inf, math.nan):
+        rows, x = torch.ones(17, 64), torch.ones(2, 64)
+        rows[3, 40] = x[1, 7] = number
+        found = product(library, pack(library, WeightBuffer(), [rows.numpy()], integers=True), x)
+        finite = torch.isfinite(found)
+        assert not finite[1].any()
+        assert finite[0].sum() == 16
+        assert not finite[0, 3]
 
 
 def test_the_installation_has_built_the_library_and_it_is_the_best_that_runs_here():

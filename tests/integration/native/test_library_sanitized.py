@@ -18,7 +18,9 @@ pytestmark = needs_library
 
 RUNNABLE = [library.name for library in usable()] or [""]
 ROOT = Path(__file__).parents[3]
-MODEL_TESTS = [str(ROOT / f"tests/gpu/cpu/test_{part}.py") for part in ("decoder", "states", "draw", "matrices")]
+MODEL_TESTS = [
+    str(ROOT / f"tests/gpu/cpu/test_{part}.py") for part in ("decoder", "encoder", "states", "draw", "matrices")
+]
 # In the process that the sanitizer watches: its build of the library in the place of the installed ones.
 RUN = """
 import sys

@@ -118,7 +118,7 @@ class Buffer {
 // Rows of a step in the layout of a product's input. Rows form groups; in a group of n rows each block has n values of
 // its first input, n of its second, and so on (or of its first pair of inputs), then n sums of its inputs. For tiles a
 // group is 16 rows of 32 contiguous bfloat16 each, and the sums are stored apart. Integers are stored row by row, and
-// their scales apart, in the place of sums.
+// their scales where sums are otherwise.
 struct Activations {
     int blocks = 0;
     int count = 0;

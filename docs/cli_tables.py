@@ -54,7 +54,7 @@ def _flags(action: argparse.Action) -> str:
 
 
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    text = parser.formatter_class(parser.prog)._expand_help(action) if action.help else ""
+    text = parser._get_formatter()._expand_help(action) if action.help else ""
     return f"{text} One of {', '.join(map(str, action.choices))}." if action.choices else text
 
 

@@ -223,7 +223,7 @@ class Metrics(Observer):
     @property
     def by_model(self) -> list[Metrics]:
         """The figures of each model that had a request, or of the only one."""
-        return self._models or [self]
+        return [self] if self.name else self._models
 
     def totals(self) -> Totals:
         """Return what is kept of these figures for the dashboard's history, of this moment."""

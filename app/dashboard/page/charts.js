@@ -50,21 +50,24 @@ export class Charts {
 
   async follow(signal) {
     this.signal = signal;
-    while (!signal.aborted) {
-      await this.look();
+    while (!signal.aborted && await this.look()) {
       await new Promise((done) => setTimeout(done, EVERY));
     }
   }
 
+  // Returns false for a key that the server does not take: asking again would only fill its log.
   async look() {
     try {
       const asked = this.span;
       const answer = await (await ask(`dashboard/history?span=${asked}`, { kind: "admin", signal: this.signal })).json();
-      if (this.signal?.aborted || asked !== this.span) return;
+      if (this.signal?.aborted || asked !== this.span) return true;
       this.answer = answer;
       this.onLook(answer);
       this.draw();
-    } catch { /* the page says what is wrong with the server */ }
+    } catch (error) { // the page says what is wrong with the server
+      return error.status !== 401;
+    }
+    return true;
   }
 
   choose(name) {

@@ -130,7 +130,7 @@ export class Lanes {
     context.setLineDash([]);
     const every = Math.ceil(110 / column);
     const ticks = [];
-    for (let index = steps.length - 1; index >= 0; index -= every) ticks.push([LEFT + (index + 0.5) * column, `−${span(end - steps[index].time)}`]);
+    for (let index = steps.length - 1; index >= 0; index -= every) ticks.push([LEFT + (index + 0.5) * column, `−${span(end - steps[index].time)}`.replace(/^−0 s$/, "now")]);
     drawAxes(context, colour, { height, width, xs: [...idle.reverse(), ...ticks] });
   }
 }
@@ -144,7 +144,7 @@ export function explain(step, before, target) {
   const work = [];
   if (prefills.length) work.push(`${many(tokens, "prompt token")} of ${many(prefills.length, "request")} (${step.budget.toLocaleString("en")} had room)`);
   if (decodes) work.push(`the next token of ${many(decodes, "request")}`);
-  const against = target ? (step.seconds > target ? `, more than the ${seconds(target)} aimed at` : ` of the ${seconds(target)} aimed at`) : "";
+  const against = target ? (step.seconds > target ? `, more than the ${seconds(target)} aimed at,` : ` of the ${seconds(target)} aimed at`) : "";
   const words = [`Step ${step.step.toLocaleString("en")} took ${seconds(step.seconds)}${against}`];
   words.push(work.length ? ` and computed ${work.join(" and ")}.` : " and computed nothing.");
   if (step.outcome !== "done") words.push(step.outcome === "failed" ? " It failed." : " It was abandoned, because all its requests were aborted.");

@@ -16,17 +16,20 @@ export class Models {
   }
 
   async follow(signal) {
-    while (!signal.aborted) {
-      await this.look(signal);
+    while (!signal.aborted && await this.look(signal)) {
       await new Promise((done) => setTimeout(done, EVERY));
     }
   }
 
+  // Returns false for a key that the server does not take: asking again would only fill its log.
   async look(signal) {
     try {
       const { data } = await (await ask("v1/models", { signal })).json();
       if (!signal?.aborted) this.draw(data);
-    } catch { /* the page says what is wrong with the server */ }
+    } catch (error) { // the page says what is wrong with the server
+      return error.status !== 401;
+    }
+    return true;
   }
 
   draw(cards) {

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.integration.pages.test_dashboard import streaming
 from tests.support.harness import Server
 from tests.support.pages import PATIENCE, looking
-from tests.support.tiny_model import tiny_server
+from tests.support.tiny_model import tiny_server, write_tiny_model
 
 TENANTS = {"red": "key-red", "blue": "key-blue"}
 SPY = """() => {
@@ -176,6 +177,40 @@ def test_a_request_is_aborted_on_the_page_with_an_admin_key_and_no_other_is(brow
         expect(page.get_by_role("button", name="Abort", exact=True)).to_be_hidden()
         for answer in open_answers:
             answer.close()
+
+
+def test_a_page_does_not_ask_again_with_a_key_that_was_refused(browser: Browser, governed_server: Server) -> None:
+    with looking(browser, governed_server, "/dashboard", allowed="401") as page:
+        page.evaluate("sessionStorage.setItem('key-admin', 'operator')")
+        refused: list[str] = []
+        page.on("response", lambda answer: refused.append(answer.url) if answer.status == 401 else None)
+        page.goto(governed_server.base_url + "/dashboard#live")
+        page.reload()
+        expect(page.locator("#live .view")).to_be_visible(timeout=PATIENCE)
+        refused.clear()
+        page.wait_for_timeout(6000)
+        assert len(refused) <= 1, refused
+
+
+def test_each_of_several_models_has_charts_of_its_own(browser: Browser, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_tiny_model(tmp_path / name, vocab_size=512)
+    settings: dict[str, Any] = {"model": "", "max_model_len": "", "models_dir": tmp_path, "dtype": "float32"}
+    with (
+        tiny_server(**settings) as server,
+        looking(browser, server.wait_ready(), "/dashboard", allowed="503") as page,
+    ):
+        for name in ("first", "second"):
+            work(server, model=name)
+        time.sleep(6)
+        page.goto(server.base_url + "/dashboard#live")
+        page.reload()
+        models = page.get_by_label("Model of the charts")
+        expect(models.locator("option")).to_have_count(2, timeout=PATIENCE)
+        for name in ("first", "second"):
+            models.select_option(name)
+            expect(page.get_by_role("img", name=re.compile("generated .* [1-9][0-9.]* at most"))).to_be_visible()
+            expect(page.locator("#live .served")).to_contain_text(name)
 
 
 def test_without_administrators_the_page_says_why_nothing_is_aborted(browser: Browser, open_server: Server) -> None:

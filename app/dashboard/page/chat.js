@@ -53,7 +53,7 @@ export class Chat {
     this.input = h("textarea", { rows: 1, ariaLabel: "Message", placeholder: "Ask something", oninput: () => this.grow() });
     this.button = h("button.primary.send", { type: "submit" });
     this.foot = h("div.compose-foot");
-    this.state = h("button.bare.state", { type: "button", title: "Settings", onclick: () => this.options.toggle() });
+    this.state = h("button.bare.what-is-set", { type: "button", title: "Settings", onclick: () => this.options.toggle() });
     this.news = h("p.unseen", { role: "status", ariaLive: "polite" });
     this.notice = h("p.notice", { role: "status", hidden: true });
     const form = h("form.compose", { onsubmit: (event) => { event.preventDefault(); this.isAnswering ? this.stop() : this.send(); } }, h("div.box", {}, this.input, this.button), this.foot);
@@ -191,6 +191,7 @@ export class Chat {
     if (talk === this.talk) {
       this.drawLog();
       this.toEnd(true);
+      if (!isTouched.matches) this.input.focus(); // the button that was pressed is gone
     }
     try {
       await run.read(body());
@@ -248,14 +249,24 @@ export class Chat {
   drawLog() {
     const { messages } = this.talk;
     const waiting = this.options.mustLoad ? "Waiting for the model to be loaded" : "Waiting for the first token";
+    const known = new Map(this.views.map((view) => [view.message, view]));
     this.views = messages.map((message, index) => {
       const isLast = index === messages.length - 1;
-      return new Message(message, this.acts, { isLast, isBusy: isLast && this.isAnswering, waiting });
+      const state = { isLast, isBusy: isLast && this.isAnswering, waiting };
+      return known.get(message)?.become(state) ?? new Message(message, this.acts, state);
     });
-    this.column.replaceChildren(...this.views.map(({ element }) => element));
+    this.place(this.views.map(({ element }) => element));
     if (!messages.length) this.column.append(this.hello());
     this.toEnd();
     this.drawAround();
+  }
+
+  // Puts the elements into the column; those that are in their place already are not touched, so that they keep the focus.
+  place(elements) {
+    const { children } = this.column;
+    const wanted = new Set(elements);
+    for (const each of [...children]) if (!wanted.has(each)) each.remove();
+    elements.forEach((each, index) => { if (children[index] !== each) this.column.insertBefore(each, children[index] ?? null); });
   }
 
   hello() {

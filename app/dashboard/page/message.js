@@ -20,6 +20,14 @@ export class Message {
     this.draw();
   }
 
+  // Returns itself, drawn again if that changes anything.
+  become(state) {
+    const isSame = this.isBusy === state.isBusy && this.isLast === state.isLast;
+    Object.assign(this, state);
+    if (!isSame) this.draw();
+    return this;
+  }
+
   draw() {
     const began = performance.now();
     const { message, isBusy } = this;

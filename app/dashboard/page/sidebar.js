@@ -26,6 +26,9 @@ export class Sidebar {
     if (this.list.querySelector("input")) return; // a name is being typed
     const wanted = this.search.value.trim().toLowerCase();
     const found = this.store.talks.filter((talk) => talk.messages.length && (!wanted || matches(talk, wanted)));
+    const state = JSON.stringify(found.map((talk) => [talk.id, titleOf(talk), ageOf(talk.changed), this.acts.isRunning(talk), talk === current]).concat(wanted));
+    if (state === this.drawn) return;
+    this.drawn = state;
     const groups = new Map();
     for (const talk of found) {
       const age = ageOf(talk.changed);
@@ -58,6 +61,7 @@ export class Sidebar {
       isDone = true;
       const name = input.value.trim();
       input.remove();
+      this.drawn = null;
       if (isKept && name && name !== titleOf(talk)) this.acts.rename(talk, name);
       this.draw();
     };

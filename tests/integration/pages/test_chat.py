@@ -535,7 +535,7 @@ def test_on_a_phone_conversations_are_in_a_drawer(browser: Browser, open_server:
 def test_the_model_and_what_is_set_stay_in_view(browser: Browser, open_server: Server) -> None:
     with looking(browser, open_server, CHAT) as page:
         expect(page.get_by_label("Model", exact=True)).to_have_value("tiny", timeout=PATIENCE)
-        state = page.locator(".compose-foot .state")
+        state = page.locator(".compose-foot .what-is-set")
         expect(state).to_have_text("the model’s settings")
         page.get_by_role("button", name="Settings", exact=True).click()
         page.get_by_label("temperature").fill("0.5")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from headrace import LLM, InvalidRequest
 from tests.gpu.encoder_models import ENCODERS, hidden_states, make_checkpoint, word_tokenizer
 from tests.support.harness import Server
 
@@ -85,6 +86,18 @@ def test_relevance_is_that_of_transformers(reranker: Checkpoint, server: Server)
     data = server.post("/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS[::-1]}).raise_for_status().json()["data"]
     expected = sigmoid(reranker.logits(list(zip(DOCUMENTS, DOCUMENTS[::-1], strict=True)))[:, 0])
     np.testing.assert_allclose([each["score"] for each in data], expected, atol=1e-5)
+
+
+def test_the_library_scores_as_transformers_does(reranker: Checkpoint) -> None:
+    pairs = [(QUERY, each) for each in [*DOCUMENTS, "a cat sat on the mat " * 20]]
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": LONGEST, "progress": False}
+    with LLM(str(reranker.directory), **settings) as llm:
+        logits = llm.score(QUERY, [each for _, each in pairs], raw_scores=True, truncate=True)
+        scores = llm.score(QUERY, DOCUMENTS)
+        with pytest.raises(InvalidRequest, match="context length is 66"):
+            llm.score(QUERY, pairs[-1][1])
+    np.testing.assert_allclose(logits, reranker.logits(pairs)[:, 0], atol=1e-4)
+    np.testing.assert_allclose(scores, sigmoid(np.array(logits[:-1])), atol=1e-5)
 
 
 def test_pairs_are_truncated_longest_first(reranker: Checkpoint, server: Server) -> None:

@@ -146,7 +146,7 @@ def weight_files(directory: Path) -> list[Path]:
     if files := sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("consolidated")):
         return files
     pickled = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
-    hint = f" {pickled[0]} is a pickle, which could run code; convert it to safetensors." if pickled else ""
+    hint = f" {pickled[0]} is a pickle, which could run code; convert it to safetensors." if pickled else " Fetch them."
     raise ModelError(
         f"{directory} has no *.safetensors.{hint} For random weights from config.json alone, set the load "
         f"format to 'dummy'."

@@ -486,7 +486,9 @@ class _Prompts:
 def _settings(model: str | None, settings: dict[str, Any], more: set[str] | frozenset[str] = frozenset()) -> Settings:
     if useless := [name for name in settings if name in SERVER_SETTINGS - more]:
         raise SettingsError(f"{useless[0]}: only a server reads this setting, and an LLM has none; leave it out")
-    return load_settings(settings if model is None else settings | {"model": model}, spelled=str)
+    chosen = load_settings(settings if model is None else settings | {"model": model}, spelled=str)
+    # The processes of an engine write their log to the program's standard error.
+    return chosen if "log_level" in chosen.model_fields_set else chosen.model_copy(update={"log_level": "warning"})
 
 
 def _submitted(given: Sequence[messages.SamplingParams]) -> Sequence[messages.SamplingParams]:

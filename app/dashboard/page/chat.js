@@ -210,24 +210,32 @@ export class Chat {
   retry(message) {
     const { talk } = this;
     const index = talk.messages.indexOf(message);
-    if (index < 0 || message.role !== "assistant" || this.isAnswering) return;
+    if (index < 0 || message.role !== "assistant" || this.mustWait()) return;
     if (index === talk.messages.length - 1 && !message.content) return this.answer(talk);
     branch(talk, index, { role: "assistant", content: "" });
     this.answer(talk);
   }
 
+  // Returns whether it could be sent.
   edit(message, content) {
     const index = this.talk.messages.indexOf(message);
-    if (index < 0 || this.isAnswering) return;
+    if (index < 0 || this.mustWait()) return false;
     branch(this.talk, index, { role: "user", content });
     this.answer(this.talk);
+    return true;
   }
 
   choose(message, version) {
-    if (this.isAnswering) return;
+    if (this.mustWait()) return;
     choose(this.talk, this.talk.messages.indexOf(message), version);
     this.save(this.talk);
     this.drawLog();
+  }
+
+  // What is being answered does not change meanwhile.
+  mustWait() {
+    if (this.isAnswering) note("An answer is being written. Stop it first, or wait for its end.");
+    return this.isAnswering;
   }
 
   stop() { this.runs.get(this.talk)?.stop(); }
@@ -296,6 +304,7 @@ export class Chat {
   toggleSide(isOpen = !this.root.classList.contains("has-side")) {
     this.root.classList.toggle("has-side", isOpen);
     this.sideButton.ariaExpanded = String(isOpen);
+    if (isOpen && !isWide.matches) this.side.element.querySelector("button").focus();
   }
 
   toEnd(isForced = false) {

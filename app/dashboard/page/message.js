@@ -130,7 +130,7 @@ export class Message {
   edit(text = this.message.content) {
     const input = h("textarea", { value: text, ariaLabel: "Edit the message", rows: Math.min(12, text.split("\n").length + 1) });
     const leave = () => { this.editor = null; form.remove(); this.text.hidden = this.foot.hidden = false; this.element.classList.remove("edited"); };
-    const send = () => { if (input.value.trim()) { leave(); this.acts.edit(this.message, input.value.trim()); } };
+    const send = () => { if (input.value.trim() && this.acts.edit(this.message, input.value.trim())) leave(); };
     const form = h("form.edit", { onsubmit: (event) => { event.preventDefault(); send(); } }, input,
       h("div.actions", {}, h("button", { type: "button", onclick: leave }, "Cancel"), h("button.primary", { type: "submit" }, "Send")));
     form.addEventListener("keydown", (event) => {

@@ -32,7 +32,7 @@ export class Shortcuts {
   actOf({ key, ctrlKey, metaKey, shiftKey, altKey, target }) {
     const { acts } = this;
     const isCommand = ctrlKey || metaKey;
-    if (key === "Escape") return acts.stop;
+    if (key === "Escape") return target.matches("[type=search]") && target.value ? null : acts.stop; // the field empties itself
     if (isCommand && shiftKey) return { o: acts.begin, y: acts.retry }[key.toLowerCase()];
     if (isCommand) return { k: acts.search, ",": acts.options }[key];
     if (altKey) return { ArrowUp: () => acts.step(-1), ArrowDown: () => acts.step(1) }[key];

@@ -46,7 +46,7 @@ def ask(page: Page, words: str) -> None:
 
 
 def wait_for_end(page: Page) -> None:
-    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible(timeout=PATIENCE)
+    expect(page.locator(".send")).to_have_attribute("aria-label", "Send", timeout=PATIENCE)
     expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false")
 
 
@@ -273,6 +273,25 @@ def test_an_answer_again_and_an_edited_question_keep_the_versions_before(browser
         page.get_by_role("button", name="The version after").last.click()
         expect(articles).to_have_count(4)
         expect(articles.nth(2)).to_contain_text("and more")
+
+
+def test_what_is_edited_while_an_answer_comes_is_not_lost(browser: Browser, open_server: Server) -> None:
+    with looking(browser, open_server, CHAT) as page:
+        set_fields(page, ignore_eos=True)
+        ask(page, "never ends")
+        expect(page.locator("article.assistant .text")).not_to_be_empty(timeout=PATIENCE)
+        page.get_by_role("button", name="Edit and send again").click()
+        field = page.get_by_label("Edit the message")
+        field.fill("edited")
+        field.press("Enter")
+        expect(page.locator(".note")).to_contain_text("Stop it first")
+        expect(field).to_have_value("edited")
+        page.get_by_role("button", name="Stop").click()
+        wait_for_end(page)
+        answer_with(page, {"content": "An answer."})
+        field.press("Enter")
+        wait_for_end(page)
+        expect(page.locator("article.user")).to_contain_text("edited")
 
 
 def test_a_refusal_is_an_error_with_its_reason_and_can_be_retried(browser: Browser, open_server: Server) -> None:

@@ -316,6 +316,13 @@ def test_a_refusal_is_an_error_with_its_reason_and_can_be_retried(browser: Brows
         expect(page.locator("article")).to_have_count(2)
 
 
+def test_a_warning_of_the_server_is_shown(browser: Browser, open_server: Server) -> None:
+    with looking(browser, open_server, CHAT) as page:
+        set_fields(page, max_tokens=4, more='{"temprature": 1}')
+        say(page, "a question")
+        expect(page.locator("article.assistant .warning")).to_contain_text("temprature")
+
+
 def test_a_wrong_key_is_told_apart_from_none(browser: Browser, governed_server: Server) -> None:
     with looking(browser, governed_server, CHAT, allowed="401") as page:
         expect(page.locator("#chat > .talk > .notice")).to_contain_text("An API key is needed.", timeout=PATIENCE)
@@ -449,6 +456,26 @@ def test_a_conversation_leaves_as_a_file_and_comes_back(
                 .map((key) => JSON.parse(localStorage.getItem(key)).messages[1].content)"""
         )
         assert found == [answer, answer]
+
+
+def test_all_conversations_leave_as_one_file_and_come_back(
+    browser: Browser, open_server: Server, tmp_path: Path
+) -> None:
+    with looking(browser, open_server, CHAT) as page:
+        answer_with(page, {"content": "An answer."})
+        for words in ("first", "second"):
+            page.get_by_role("button", name="New conversation").click()
+            say(page, words)
+        with page.expect_download() as offered:
+            page.get_by_role("button", name="Export all").click()
+        offered.value.save_as(tmp_path / "all.json")
+        page.evaluate("localStorage.clear()")
+        page.reload()
+        expect(names(page)).to_have_count(0)
+        page.set_input_files("#chat input[type=file]", tmp_path / "all.json")
+        expect(page.locator(".note")).to_contain_text("2 conversations were imported.")
+        page.reload()
+        expect(names(page)).to_have_text(["second", "first"])
 
 
 def test_a_file_that_is_no_conversation_is_refused_in_words(

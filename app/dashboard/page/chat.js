@@ -129,7 +129,7 @@ export class Chat {
   }
 
   add(talks) {
-    for (const talk of [...talks].reverse()) this.save(talk); // the first is on top
+    for (const talk of talks) this.save(talk);
     this.open(talks[0]);
   }
 

@@ -67,3 +67,15 @@ def test_a_frame_lists_some_requests_and_counts_all() -> None:
     assert (len(frame["running"]), len(frame["waiting"])) == (3, 3)
     assert (frame["num_running"], frame["num_waiting"]) == (3, 17)
     assert sum(tenant.num_waiting for tenant in frame["tenants"]) == 17
+
+
+def test_a_frame_says_how_long_the_oldest_request_that_never_ran_has_waited() -> None:
+    core = make_core(max_num_seqs=1)
+    assert make_frame(core.snapshot())["oldest_wait"] is None
+    for arrival in (7.0, 3.0, 5.0):
+        core.add(msgspec.structs.replace(make_request(range(9), max_tokens=9), arrival_time=arrival))
+    core.step()
+    snapshot = core.snapshot()
+    (running,) = snapshot.running
+    oldest = min({7.0, 3.0, 5.0} - {running.arrival_time})
+    assert make_frame(snapshot)["oldest_wait"] == snapshot.time - oldest

@@ -23,7 +23,7 @@ OPEN = {
 }
 ADMINISTRATION = {
     *("/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"),
-    *("/configure_logging", "/dashboard/frames", "/dashboard/simulation", "/api/pull"),
+    *("/configure_logging", "/dashboard/frames", "/dashboard/history", "/dashboard/simulation", "/api/pull"),
 }
 BYTES = [f"%{number:02x}" for number in range(256)]
 
@@ -123,7 +123,8 @@ def governed() -> Iterator[Server]:
 def test_no_byte_on_the_wire_opens_an_administrators_route(governed: Server, path: str) -> None:
     """Over HTTP/1.1: all percent-encoded bytes on one connection, and raw bytes, which may end theirs."""
     for spelling in [path + byte for byte in BYTES] + [byte + path for byte in ("%0a", "%0d", "%00", "/", "//")]:
-        status = governed.client.get(spelling, headers={"x-api-key": CLIENT}).status_code
+        url = f"{governed.base_url}/{spelling.removeprefix('/')}"  # whole: httpx takes //name for the name of a host
+        status = governed.client.get(url, headers={"x-api-key": CLIENT}).status_code
         assert status in (400, 401, 404, 405), spelling
     for number in [*range(33), 35, 63, 127, 128, 255]:
         target = path.encode() + bytes([number])

@@ -89,7 +89,7 @@ export class Chat {
   leaveForGood() {
     const talks = [...this.runs.keys()];
     this.runs.clear();
-    for (const talk of [...talks].reverse()) this.save(talk); // the first is on top
+    for (const talk of talks) this.save(talk);
   }
 
   get isAnswering() { return this.runs.has(this.talk); }
@@ -129,7 +129,7 @@ export class Chat {
   }
 
   add(talks) {
-    for (const talk of talks) this.save(talk);
+    for (const talk of [...talks].reverse()) this.save(talk); // the first is on top
     this.open(talks[0]);
   }
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.seconds
 SERVER = """
 import sys
 import anyio
-from app.observability.logs import configure_logging
+from app.observability.logs import configure_logging, log_ready
 from app.serving.process import bind, run
 from app.config.settings import Settings
 
@@ -46,6 +46,7 @@ async def app(scope, receive, send):
 
 settings = Settings(port=0, worker_class=sys.argv[1], log_format="json", drain_timeout=1000)
 configure_logging(settings)
+log_ready(0)
 listener = bind(settings)
 print(listener.getsockname()[1], flush=True)
 run(app, settings, listener)
@@ -80,7 +81,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
             assert process.stdout is not None
             assert process.stderr is not None
             port = int(process.stdout.readline())
-            assert "Running on" in process.stderr.readline()
+            assert "Ready after" in process.stderr.readline()
+            assert "Listening at http://127.0.0.1" in process.stderr.readline()
             yield Server(process, port)
         finally:
             process.kill()

@@ -160,7 +160,7 @@ def test_the_end_while_the_model_is_loaded_opens_no_port() -> None:
         server.poll(lambda: server.log, bool)
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
-        assert "Running on" not in server.log
+        assert "Listening at" not in server.log
 
 
 # --- behind nginx

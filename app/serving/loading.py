@@ -207,7 +207,7 @@ def make_client(
     files: ModelFiles,
     progress: Progress,
     grammars: GrammarCompiler | None = None,
-    spare: SpareEngine | None = None,
+    process: EngineProcess | None = None,
 ) -> EngineClient:
     """Make the client of the engines that the settings ask for, not yet started. Raises ConfigError.
 
@@ -217,7 +217,7 @@ def make_client(
     if not settings.has_engine_processes:
         return ThreadClient(core_factory(settings, files, grammars=grammars))
     if not settings.engines_start_again:
-        return make_process_client(Share(settings), progress, spare=spare)
+        return make_process_client(Share(settings), progress, process=process)
     size = settings.data_parallel_size
     most = settings.max_data_parallel_size or size
     # Ray divides the machines of its cluster. An engine that may lose a process is restarted, even a single one.
@@ -274,22 +274,29 @@ def divide(settings: Settings) -> list[Share]:
 
 
 def make_process_client(
-    share: Share, progress: Progress, index: int | None = None, spare: SpareEngine | None = None
+    share: Share, progress: Progress, index: int | None = None, process: EngineProcess | None = None
 ) -> ProcessClient:
     """Make the client of an engine in a process, `app.serving.engine_main`, which opens the same files as this process.
 
-    `index` is the engine's number in the log, if there are several. It takes the `spare` process, if there is one.
+    `index` is the engine's number in the log, if there are several. A `process` has begun to load the model.
     """
     # importing ZMQ would lengthen a start without engine processes by a twentieth
     from engine.transport.process_client import ProcessClient
 
     start = partial(_engine_process, share.devices, ends_when_stopped=share.settings.engines_start_again)
-    setup = {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index}
     return ProcessClient(
-        start if spare is None else spare.take,
-        setup if spare is None else {**setup, "started": time.monotonic()},  # the machine has one such clock
+        start if process is None else lambda: process,
+        _setup(share, index),
         on_progress=progress,
     )
+
+
+def _setup(share: Share, index: int | None = None) -> dict[str, Any]:
+    """Return what `app.serving.engine_main` gets."""
+    setup = {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index}
+    if not share.settings.engines_start_again:  # all processes of the machine have one such clock
+        setup["started"] = time.monotonic()
+    return setup
 
 
 def _engine_process(devices: str | None = None, *, ends_when_stopped: bool = False) -> EngineProcess:
@@ -317,13 +324,17 @@ class SpareEngine:
             with suppress(OSError, ZMQError):
                 self._process = _engine_process().__enter__()
 
-    def take(self) -> EngineProcess:
-        """Return the process, or if there is none, or it has ended, one that is not started."""
+    def take(self, settings: Settings) -> EngineProcess | None:
+        """Return the process, which begins to load this model, or None if there is none, or it has ended."""
+        if settings.engines_start_again:
+            return None
         process, self._process = self._process, None
         if process is not None and process.has_ended:
             process.__exit__()
-            process = None
-        return process or _engine_process()
+            return None
+        if process is not None:
+            process.begin(_setup(Share(settings)))
+        return process
 
     def close(self) -> None:
         """End the process, if there is one that no model has taken."""

@@ -7,7 +7,7 @@ import logging
 import resource
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from app.serving.prompts import PromptEncoder
     from engine.frontend.async_llm import AsyncLLM
     from engine.messages import EngineReady
+    from engine.transport.process_client import EngineProcess
     from gpu.checkpoint import ModelFiles
     from protocol.scoring.answers import LabelSet
 
@@ -182,12 +183,19 @@ class ModelServer(PooledModel):
         `on_loaded` gets the bytes that the model takes.
         """
         try:
-            files, self.files = self.files or await self.open(), None
+            await to_thread.run_sync(import_engine)
             from app.serving.prompts import open_prompts
 
-            prompts = await to_thread.run_sync(open_prompts, self.settings, files)
-            with closing(prompts):
-                await self._serve(files, prompts, on_loaded)
+            with ExitStack() as stack:
+                if self.need is None:  # which changes the settings
+                    await self.open()
+                # A spare process loads the model while this one opens its files.
+                process = None if self.spare is None else self.spare.take(self.settings)
+                if process is not None:
+                    stack.enter_context(process)
+                files, self.files = self.files or await self.open(), None
+                prompts = stack.enter_context(closing(await to_thread.run_sync(open_prompts, self.settings, files)))
+                await self._serve(files, prompts, process, on_loaded)
         except Exception as error:
             raise (cause := self._cause(error)) from cause.__cause__
 
@@ -214,7 +222,13 @@ class ModelServer(PooledModel):
             raise EngineDead("the server ends before the model is loaded")
         self.start_up.report(phase, done, total)
 
-    async def _serve(self, files: ModelFiles, prompts: PromptEncoder, on_loaded: Callable[[int], None]) -> None:
+    async def _serve(
+        self,
+        files: ModelFiles,
+        prompts: PromptEncoder,
+        process: EngineProcess | None,
+        on_loaded: Callable[[int], None],
+    ) -> None:
         from app.serving import loading
         from engine.frontend.async_llm import AsyncLLM
 
@@ -222,16 +236,16 @@ class ModelServer(PooledModel):
         if self.settings.executor == "ray":
             await to_thread.run_sync(loading.join_ray)
         files = replace(files, progress=self._report_or_end)
-        client = loading.make_client(self.settings, files, self.start_up.report, grammars, self.spare)
+        client = loading.make_client(self.settings, files, self.start_up.report, grammars, process)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
         llm.on_step_costs = self.admission.wait.set_costs
         self.admission.wait.count_engines = lambda: llm.num_engines
-        async with llm.running():
+        async with llm.running(), anyio.create_task_group() as task_group:
             try:
                 self.llm = llm
-                # The vocabulary is built while the engine loads, and not by the first request.
-                await to_thread.run_sync(grammars.build_tokenizer)
                 await to_thread.run_sync(prompts.prepare)
+                # The vocabulary is built beside the load and not by the first grammar; other requests need not wait.
+                task_group.start_soon(to_thread.run_sync, grammars.build_tokenizer)
                 await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()
                 if not self.server.settings.has_several_models:

@@ -232,16 +232,20 @@ class EngineProcess:
         return self._process.poll() is not None
 
     async def connect(self, setup: Any) -> None:
-        """Wait for the engine's first message, then send its setup: plain data, before all commands.
+        """Wait for the engine's first message, then send its setup, unless `begin` has."""
+        while not self.begin(setup):
+            await anyio.wait_readable(_descriptor(self._down))
 
-        Before its peer's first message, a ROUTER socket drops everything sent.
-        """
-        while self._peer is None:
+    def begin(self, setup: Any) -> bool:
+        """Send the engine its setup: plain data, before all commands. Return False while its first message has not
+        arrived: a ROUTER socket drops everything sent before that."""
+        if self._peer is None:
             try:
                 self._peer, *_ = self._down.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                await anyio.wait_readable(_descriptor(self._down))
-        self.send(setup)
+                return False
+            self.send(setup)
+        return True
 
     def send(self, message: Any) -> None:
         """Send without waiting: there is no high-water mark. ZMQ drops messages to an engine that has ended."""

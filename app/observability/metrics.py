@@ -278,6 +278,10 @@ class Metrics(Observer):
         """Count a load of the model, which takes so many bytes from now on."""
         self._loads.inc()
         self._is_loaded.set(1)
+        self.on_memory(num_bytes)
+
+    def on_memory(self, num_bytes: int) -> None:
+        """Show the bytes that the loaded model takes."""
         self._memory.set(num_bytes)
 
     def on_unload(self) -> None:

@@ -364,6 +364,13 @@ class ModelPool:
             self._spare.prepare()
 
     def _is_loaded(self, model: ModelServer, started: float, need: int) -> None:
+        """Let the requests of a loaded model go on. Called again when its memory is measured."""
+        if self.only is None and model.state is ModelState.LOADED:
+            model.need = need
+            model.metrics.on_memory(need)
+            logger.info("%s: loaded in %.2f s, takes %s", model.name, model.load_seconds, _size(need))
+            self._replan()
+            return
         if self.only is None and model.state is not ModelState.LOADING:
             return  # it is unloaded already
         now = time.monotonic()
@@ -372,7 +379,6 @@ class ModelPool:
         if model is self.only:
             self._is_serving()
             return
-        logger.info("%s: loaded in %.2f s, takes %s", model.name, now - started, _size(need))
         self._replan()
 
     def _is_serving(self) -> None:

@@ -180,7 +180,7 @@ class ModelServer(PooledModel):
     async def run(self, on_loaded: Callable[[int], None]) -> None:
         """Load the model and run its engine, until cancelled or the engine dies. Raises the error of either.
 
-        `on_loaded` gets the bytes that the model takes.
+        `on_loaded` gets the bytes that the model is expected to take and, of one of several, later those that it takes.
         """
         try:
             await to_thread.run_sync(import_engine)
@@ -272,8 +272,11 @@ class ModelServer(PooledModel):
                 }
                 collect_seldom()
                 form = engine_info.facts.compute_form
-                measured = await to_thread.run_sync(loading.measured_memory, self.settings, client, form)
-                on_loaded(measured or self.need or 0)
+                on_loaded(need := self.need or 0)
+                if self.server.settings.has_several_models:
+                    await to_thread.run_sync(grammars.build_tokenizer)
+                    measured = await to_thread.run_sync(loading.measured_memory, self.settings, client, form)
+                    on_loaded(measured or need)
                 error = await llm.wait_dead()
             finally:
                 self._model = None

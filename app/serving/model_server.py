@@ -244,7 +244,7 @@ class ModelServer(PooledModel):
             try:
                 self.llm = llm
                 await to_thread.run_sync(prompts.prepare)
-                # The vocabulary is built while the engine loads, not by the first grammar; other requests need not wait.
+                # The vocabulary is built while the engine loads, not by the first grammar. Nothing else waits for it.
                 task_group.start_soon(to_thread.run_sync, grammars.build_tokenizer)
                 await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()

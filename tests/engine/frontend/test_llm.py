@@ -87,8 +87,9 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(core: EngineCore) ->
 
 
 def test_an_invalid_prompt_is_refused_before_anything_runs(core: EngineCore) -> None:
+    prompts: list[str | list[int]] = ["fine", []]
     with pytest.raises(InvalidRequest, match="The prompt is empty"):
-        LLM(core, TOKENIZER).generate(["fine", []])
+        LLM(core, TOKENIZER).generate(prompts)
     assert core.num_steps == 0
     assert_nothing_left(core)
 

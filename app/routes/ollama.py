@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 async def answer(kind: type[OllamaRequest], pool: ModelPool, request: RequestScope) -> None:
-    """POST /api/chat and /api/generate: lines, or with `stream` false an object. Without a prompt, load or unload."""
+    """POST /api/chat and /api/generate: JSON lines, or with `stream` false one object. No prompt: load or unload."""
     given = await pool.server.workload.read(request, lambda: parse_body(kind, request.body))
     model = pool.find(given.model)
     if given.only_loads and given.keep_alive == 0:
@@ -81,7 +81,7 @@ async def embed(kind: type[EmbedRequest], server: ModelServer, request: RequestS
 
 
 def _keep(seconds: float | None, model: ModelServer, request: RequestScope) -> None:
-    """Unload the model after `keep_alive` seconds without requests, if clients may decide that."""
+    """Set the idle time after which the model is unloaded, if clients may set it; else warn."""
     if _is_kept(model):
         if seconds is not None and seconds >= 0:
             request.warn(IgnoredParts(fields=("keep_alive",)).warning())
@@ -90,8 +90,8 @@ def _keep(seconds: float | None, model: ModelServer, request: RequestScope) -> N
 
 
 def _is_kept(model: ModelServer) -> bool:
-    """Return True for a model that clients cannot unload: the only or a pinned one, or on a server with keys, where it
-    is other tenants' model, too."""
+    """Return True for a model that clients cannot unload: the only one, a pinned one, or any on a server with keys,
+    because other tenants use it too."""
     return not model.server.settings.has_several_models or model.pinned or model.server.tenants.required
 
 
@@ -99,7 +99,7 @@ async def _unload(pool: ModelPool, model: ModelServer) -> None:
     """Unload a model now, or when it has no requests. Raises ApiError 400."""
     if _is_kept(model):
         raise ApiError(
-            400, "keep_alive must not be 0: the operator of this server keeps the model loaded.", param="keep_alive"
+            400, "keep_alive must not be 0: clients cannot unload this model here. Leave it out.", param="keep_alive"
         )
     model.idle_unload = 0.0
     if model.is_open and not model.in_use:
@@ -110,7 +110,7 @@ async def _unload(pool: ModelPool, model: ModelServer) -> None:
 
 
 FOR_EVER = "9999-12-31T23:59:59Z"
-_LONGEST = 1e10  # seconds of keep_alive that are shown as a date: years have four digits
+_LONGEST = 1e10  # seconds; a longer keep_alive is shown as `FOR_EVER`, because years have four digits in dates
 
 
 async def tags(pool: ModelPool, request: RequestScope) -> None:
@@ -156,7 +156,7 @@ async def show(pool: ModelPool, request: RequestScope) -> None:
     await request.send_json(200, orjson.dumps(shown))
 
 
-# What follows runs on a thread, because it may import the engine and reads files.
+# The following functions run on a thread, because they read files and may import the engine.
 
 
 def _files_of(model: ModelServer) -> ModelFiles | None:
@@ -171,7 +171,7 @@ def _files_of(model: ModelServer) -> ModelFiles | None:
         is_here = source == EMBEDDED_MODEL or Path(source).expanduser().exists()
         return open_files(model.settings, None) if is_here else None
     except (HeadraceError, OSError):
-        return None  # the log says why when it is loaded
+        return None  # loading it will log the reason
 
 
 def _described(model: ModelServer) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _described(model: ModelServer) -> dict[str, Any]:
 
 
 async def show_version(server: Server, request: RequestScope) -> None:
-    """GET /api/version: the version of Ollama that the API is like."""
+    """GET /api/version: the version of Ollama that this API follows."""
     await request.send_json(200, encode(Version(OLLAMA_VERSION)))
 
 
@@ -211,7 +211,7 @@ def _family(files: ModelFiles) -> str:
 
 
 def _facts(model: ModelServer) -> dict[str, Any]:
-    """Return what lists show of a model; little, if its files are not there."""
+    """Return the facts of a model for lists; empty ones if its files are not on this machine."""
     with suppress(FileNotFoundError):  # they may be deleted while it is loaded
         if (files := _files_of(model)) is not None:
             return _facts_of(files)
@@ -247,7 +247,7 @@ _PREFIX = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 
 
 async def pull(pool: ModelPool, request: RequestScope) -> None:
-    """POST /api/pull: fetch a model of the hub, with lines of its progress. A model that is served is there already."""
+    """POST /api/pull: download a model of the hub, and report progress in lines. Nothing is done for a served model."""
     server = pool.server
     given = await server.workload.read(request, lambda: parse_body(NamedModelRequest, request.body))
     name = _PREFIX.sub("", given.named).removesuffix(":latest")

@@ -2,7 +2,7 @@
 
 1. A row goes through the handler of its route, in a request scope with its own log line, so its answer has the bytes of
    the route's. It takes no queue slot, and the engine runs it at the lowest precedence.
-2. Answers are appended to a file as they come. After a restart, rows with a whole line in it are not run again.
+2. Each answer is appended to a file as one line. After a restart, rows with a complete line are not run again.
 3. A row that the server cannot take now (429 or 503) is tried again later. A row that is in flight when the server ends
    is left for the next start.
 """
@@ -46,19 +46,19 @@ from protocol.openai.batches import (
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0  # until a batch is noticed that another server of the folder was asked for
+POLL_SECONDS = 2.0  # between two looks for batches that clients sent to other servers of the folder
 SAVE_SECONDS = 1.0  # between two saves of a running batch's counts
 SWEEP_SECONDS = 600.0
 BATCHES_AT_ONCE = 4  # of a tenant
 LEAST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds until a refused row is tried again
 
 Answer = tuple[int, dict[str, str], bytes]
-"""Status, headers and body. A status of 0: no answer, because the server ends."""
+"""Status, headers and body. Status 0 means no answer, because the server is stopping."""
 
 
 class BatchRows:
-    """The rows of an input file, and the files of their answers and errors, which may be one. The functions block, and
-    are called one at a time."""
+    """The rows of an input file, and its output and error files, which may be the same file. The functions block; call
+    one at a time."""
 
     def __init__(self, source: Path, output: Path, errors: Path, max_line: int) -> None:
         self.counts, self.usage = RequestCounts(), BatchUsage()
@@ -80,21 +80,21 @@ class BatchRows:
             if self.counts.total > MAX_ROWS:
                 return [BatchError("too_many_rows", f"The file has more than {MAX_ROWS} lines. Split it.")]
             if len(line) > self._max_line:
-                words = f"The line is longer than {self._max_line} bytes (max_body_bytes)."
+                words = f"The line is longer than {self._max_line} bytes (max_body_bytes). Shorten it."
                 errors.append(BatchError("line_too_long", words, number))
             elif (error := check_row(line, number, endpoint, seen)) is not None:
                 errors.append(error)
             if len(errors) == MAX_ERRORS:
                 break
             if not number % 64:
-                time.sleep(1e-4)  # the event loop gets the interpreter's lock
+                time.sleep(1e-4)  # release the GIL for the event loop
         if not self.counts.total:
             return [BatchError("empty_file", "The file has no lines.")]
         return errors
 
     def open(self) -> None:
-        """Count the lines that are written already, and remove a line that is not whole. Raises ValueError for a file
-        with other lines."""
+        """Count the lines that are already written, and remove an incomplete last line. Raises ValueError for a file
+        that no batch wrote."""
         for path in dict.fromkeys(self._paths):
             file = self._files[path] = append_to(path)
             end = 0
@@ -123,12 +123,12 @@ class BatchRows:
         self._append(self._paths[status >= 400], written_row(row, response))
 
     def write_rest(self, code: str, message: str) -> None:
-        """Append an error for every row that is left."""
+        """Append an error for every row without an answer."""
         for row in self._unanswered():
             self._append(self._paths[1], written_row(row, None, {"code": code, "message": message}))
 
     def close(self) -> None:
-        """Put everything on the disk."""
+        """Flush the files to the disk and close them."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -157,7 +157,7 @@ class BatchRows:
                 yield row
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that are not blank, with their numbers; of a line that is too long, its beginning."""
+        """Yield the number and the bytes of each line that is not blank; a line that is too long is cut."""
         number = 0
         with self._source.open("rb") as file:
             while line := file.readline(self._max_line + 1):
@@ -170,7 +170,7 @@ class BatchRows:
 
 
 async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
-    """Return the answer of a route to a row."""
+    """Send a row to a route, and return the answer."""
     head: dict[str, Any] = {"status": 0, "headers": []}
     pieces: list[bytes] = []
     unread: list[Message] = [{"type": "http.request", "body": bytes(row.body)}]
@@ -197,8 +197,8 @@ async def answer_rows(
     limiter: CapacityLimiter,
     saved: Callable[[], Awaitable[None]] | None = None,
 ) -> bool:
-    """Answer all rows that are left, several at once. Return False after an answer with the status 0, which ends it
-    early. `saved` is called about once a second while answers come."""
+    """Answer all remaining rows, several at once. Return False if an answer has the status 0; then the others stay
+    unanswered. `saved` is called about once a second while rows are answered."""
     turn = anyio.Lock()
     is_ending = False
     last = time.monotonic()
@@ -228,7 +228,7 @@ async def answer_rows(
 
 
 async def _answer_in_the_end(row: Row, answer: Callable[[Row], Awaitable[Answer]], limiter: CapacityLimiter) -> Answer:
-    """Return the answer to a row, however often the server cannot take it."""
+    """Send a row again until the server accepts it, and return the answer."""
     wait = LEAST_WAIT
     while True:
         async with limiter:
@@ -244,7 +244,7 @@ class BatchRunner:
     """Runs the batches of a folder, if no other server does. `endpoints` are the applications of the routes."""
 
     def __init__(self, server: Server, store: FileStore, endpoints: Mapping[str, ASGIApp]) -> None:
-        self.changed = anyio.Event()  # set when there is a new batch, or one is cancelled
+        self.changed = anyio.Event()  # set when a batch is added, cancelled or over
         self._server = server
         self._store = store
         self._endpoints = endpoints
@@ -304,7 +304,7 @@ class BatchRunner:
         try:
             errors = await run(rows.check, batch.endpoint)
         except FileNotFoundError:
-            errors = [BatchError("missing_file", "The input file is not in files_dir any more. Upload it again.")]
+            errors = [BatchError("missing_file", "The input file is no longer in files_dir. Upload it again.")]
         batch.request_counts = rows.counts
         if errors:
             batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)
@@ -332,13 +332,13 @@ class BatchRunner:
             if tenant is not None and batch.id not in self._cancelled:
                 is_done = await answer_rows(rows, answer, self._limiter, save)
         status: Literal["cancelled", "completed", "expired"] = "completed"
-        rest: tuple[str, str] | None = None  # the error of the rows that are left
+        rest: tuple[str, str] | None = None  # code and message for the rows without an answer
         if batch.id in self._cancelled:
             status = "cancelled"
         elif rows.num_bytes > room:
-            rest = "storage_full", "Your files have no room for more (files_bytes_per_tenant)."
+            rest = "storage_full", "Your files reach files_bytes_per_tenant. Delete some, and send this row again."
         elif not is_done and batch.expires_at <= time.time():
-            status, rest = "expired", ("batch_expired", "The batch's time was over before this row was answered.")
+            status, rest = "expired", ("batch_expired", "The batch expired before this row ran. Send it again.")
         elif not is_done:  # the server ends
             await run(rows.close)
             return
@@ -354,7 +354,7 @@ class BatchRunner:
         await save()
 
     def _keep(self, name: str, batch: Batch, what: str, file_id: str) -> str | None:
-        """Make a file of what was written, and return its id; None if there are no lines."""
+        """Add the output or the error file to the store, and return its id; None if it is empty."""
         if not self._store.path(file_id).stat().st_size:
             self._store.path(file_id).unlink()
             return None

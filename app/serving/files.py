@@ -1,8 +1,8 @@
 """Clients' files and batches on disk: contents in files of their own, objects in an SQLite database.
 
 1. A tenant finds only its own objects. Names on the disk are ids that the server made.
-2. Several servers may share the folder, such as an old and a new one during an update. One of them runs the batches.
-3. A content is whole and on the disk before its object is there. What a killed process left is removed by age.
+2. Several servers may share the folder, for example during an update. One of them runs the batches.
+3. A file's content is complete on the disk before its object is added. `sweep` deletes old uploads of killed servers.
 4. All functions block: they are called on threads.
 """
 
@@ -50,7 +50,7 @@ def append_to(path: Path) -> BinaryIO:
 
 
 class Upload:
-    """A file that arrives, on the disk from the first byte on. `num_bytes` are there."""
+    """A file that is being uploaded. It is written to the disk as it arrives; `num_bytes` have been written."""
 
     def __init__(self, store: FileStore, tenant: str) -> None:
         self.num_bytes = 0
@@ -59,14 +59,14 @@ class Upload:
         self._file = append_to(self.path)
 
     def write(self, data: bytes) -> None:
-        """Append `data`. Raises ApiError 413 for more than a file may have, and 400 for more than the tenant may."""
+        """Append `data`. Raises ApiError 413 above `max_file_bytes`, and 400 above `files_bytes_per_tenant`."""
         self.num_bytes += len(data)
         self._store.arriving[self._tenant] += len(data)
         self._store.check_room(self._tenant, self.num_bytes)
         self._file.write(data)
 
     def keep(self, filename: str, seconds: int | None) -> FileObject:
-        """Make it a file of its tenant, for so many seconds."""
+        """Make the upload a file of its tenant that expires after `seconds`; None: after `files_max_age`."""
         self._file.flush()
         os.fsync(self._file.fileno())
         file_id = f"file-{uuid.uuid4().hex}"
@@ -74,7 +74,7 @@ class Upload:
         return self._store.add_file(self._tenant, file_id, filename, "batch", seconds)
 
     def close(self) -> None:
-        """Remove the file, unless it is kept."""
+        """Delete the uploaded file unless `keep` was called."""
         self._store.arriving[self._tenant] -= self.num_bytes
         self._file.close()
         self.path.unlink(missing_ok=True)
@@ -98,11 +98,11 @@ class FileStore:
             raise SettingsError(f"files_dir: cannot use {folder}: {error}. What works: a writable folder") from None
 
     def path(self, file_id: str) -> Path:
-        """Return where the content of a file is."""
+        """Return the path of a file's content."""
         return self.folder / file_id
 
     def becomes_owner(self) -> bool:
-        """Return True if this process runs the batches of the folder, from now on until it ends."""
+        """Try to take the folder's lock. Return True if this process has it: it runs the batches until it ends."""
         try:
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -116,21 +116,21 @@ class FileStore:
     # --- files
 
     def room(self, tenant: str) -> int:
-        """Return how many more bytes this tenant may keep; negative if it has too many."""
+        """Return how many more bytes this tenant may store; negative if it has too many."""
         sizes = "SELECT coalesce(sum(max(bytes, 4096)), 0) FROM objects WHERE tenant = :tenant"  # empty ones count, too
         [(used,)] = self._run(sizes, tenant=tenant)
         return int(self._settings.files_bytes_per_tenant) - int(used) - self.arriving[tenant]
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
-        """Raise ApiError 413 if no file may have so many bytes, and 400 if the tenant's files are too large."""
+        """Raise ApiError 413 if `num_bytes` exceeds `max_file_bytes`, and 400 if the tenant has too many bytes."""
         if num_bytes > (most := self._settings.max_file_bytes):
-            raise ApiError(413, f"The file is larger than the limit of {most} bytes (max_file_bytes).", param="file")
+            raise ApiError(413, f"The file has more than {most} bytes (max_file_bytes). Split it.", param="file")
         if (room := self.room(tenant)) < 0:
             most = self._settings.files_bytes_per_tenant
             raise ApiError(
                 400,
-                f"Your files may have {most} bytes together (files_bytes_per_tenant), and would have {most - room}. "
-                "Delete files that you do not need any more.",
+                f"Your files would have {most - room} bytes together; allowed are {most} (files_bytes_per_tenant). "
+                "Delete files that you no longer need.",
                 param="file",
                 code="storage_full",
             )
@@ -138,7 +138,7 @@ class FileStore:
     def add_file(
         self, tenant: str, file_id: str, filename: str, purpose: Any, seconds: int | None = None
     ) -> FileObject:
-        """Add a file when its content is there. Idempotent."""
+        """Add a file after its content is on the disk. Idempotent."""
         now = int(time.time())
         file = FileObject(
             id=file_id,
@@ -159,7 +159,7 @@ class FileStore:
             "AND (expires > :now OR input IS NOT NULL)"
         )
         if not (found := self._run(select, id=object_id, tenant=tenant, kind=kind)):
-            words = f"There is no {kind} {shown(object_id)} here (any more)."
+            words = f"There is no {kind} {shown(object_id)} here: it was never made, or is expired or deleted."
             raise ApiError(404, words, param=param, code="not_found")
         return _shown(kind, *found[0])
 
@@ -184,12 +184,12 @@ class FileStore:
         """Delete a file. Raises ApiError 404, and 409 while a batch reads it."""
         self.find(tenant, "file", file_id)
         if readers := self._run("SELECT id FROM objects WHERE input = :id", id=file_id):
-            raise ApiError(409, f"The batch {readers[0][0]} reads this file. Cancel it first.", code="file_in_use")
+            raise ApiError(409, f"The batch {readers[0][0]} reads this file. Wait, or cancel it.", code="file_in_use")
         self._run("DELETE FROM objects WHERE id = :id", id=file_id)
         self.path(file_id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Delete files and batches that are too old."""
+        """Delete expired files and batches, and old uploads that were not finished."""
         gone = self._run(
             "DELETE FROM objects WHERE expires <= :now AND input IS NULL "
             "AND id NOT IN (SELECT input FROM objects WHERE input IS NOT NULL) RETURNING id"
@@ -204,10 +204,10 @@ class FileStore:
 
     def add_batch(self, tenant: str, request: BatchRequest) -> bytes:
         """Add a batch, to be checked and run, and return it as JSON. Raises ApiError 404 for an unknown file, 400 for
-        one that no batch reads, and 429 for too many batches."""
+        a file that is not for batches, and 429 for too many batches."""
         file = msgspec.json.decode(self.find(tenant, "file", request.input_file_id, "input_file_id"), type=FileObject)
         if file.purpose != "batch":
-            raise ApiError(400, "input_file_id must be a file with the purpose batch.", param="input_file_id")
+            raise ApiError(400, f"input_file_id must be a batch file; got {file.purpose}.", param="input_file_id")
         self.check_room(tenant, 0)
         of_tenant = "SELECT count(*) FROM objects WHERE tenant = :tenant AND input IS NOT NULL"
         if self._run(of_tenant, tenant=tenant)[0][0] >= MAX_ACTIVE:
@@ -229,10 +229,10 @@ class FileStore:
         return encode(batch)
 
     def cancel(self, tenant: str, batch_id: str) -> bytes:
-        """Ask for the end of a batch. Raises ApiError 404, and 409 for one that has ended."""
+        """Mark a batch as cancelled. Raises ApiError 404, and 409 if it has ended."""
         batch = _decode_batch(self.find(tenant, "batch", batch_id))
         if batch.is_over:
-            raise ApiError(409, f"The batch has ended already: it is {batch.status}.", code="batch_ended")
+            raise ApiError(409, f"The batch has ended (status {batch.status}): nothing to cancel.", code="batch_ended")
         self._run("UPDATE objects SET cancelled = :now WHERE id = :id AND cancelled IS NULL", id=batch_id)
         return self.find(tenant, "batch", batch_id)
 

@@ -3,12 +3,12 @@
 1. A model is loaded for its first request. The memory of all loaded models together never exceeds the limit; if one
    turns out to take more than was expected, models without requests make room for it.
 2. Only a model without requests is unloaded, the least recently used first, and never a pinned one. A model stays for a
-   minimum residence, so that two models that take turns do not spend their time loading.
-3. Requests for a model that is not loaded wait in the order of their arrival. While the first of them lacks room and
-   every model that could go has requests, one of these is closed when its turn is over: it finishes its requests, and
-   new ones wait behind. So requests are grouped by model, and none waits for ever.
+   minimum residence, so that two models that take turns do not spend all the time loading.
+3. Requests for models that are not loaded wait in the order of their arrival. If the first needs memory and every
+   model that could be unloaded has requests, the policy closes one of them when its turn is over: it finishes its
+   requests, and its new requests wait. So requests are grouped by model, and every request gets its turn.
 4. A turn ends sooner if the first waiting request would miss its deadline.
-5. Rows of batches wait behind other requests, and take no room of a model that had one of these a short time ago.
+5. Rows of batches wait behind other requests, and do not unload a model that had one in the last `BATCH_IDLE` seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PooledModel:
     def __init__(self, name: str, *, pinned: bool = False, idle_unload: float = 0.0) -> None:
         self.name = name
         self.pinned = pinned
-        self.idle_unload = self.usual_idle_unload = idle_unload or math.inf  # which clients may change until it goes
+        self.idle_unload = self.usual_idle_unload = idle_unload or math.inf  # clients may change the first
         self.state = ModelState.UNLOADED
         self.need: int | None = None
         self.in_use = 0  # requests
@@ -47,13 +47,13 @@ class PooledModel:
         self.loaded_at = -math.inf
         self.last_used = -math.inf  # by a request that is no row of a batch
         self.load_seconds = 0.0  # of the latest load
-        self.num_failures = 0  # since it was last loaded for longer than its residence
+        self.num_failures = 0  # in a row; a run for longer than its residence resets it
         self.retry_at = -math.inf
         self.error: Exception | None = None  # the latest failure
 
     @property
     def residence(self) -> float:
-        """The seconds that it stays loaded even if another model needs its room."""
+        """The seconds for which the model stays loaded even if another model needs its memory."""
         return max(LEAST_RESIDENCE, self.load_seconds)
 
     @property
@@ -71,13 +71,13 @@ M = TypeVar("M", bound=PooledModel)
 
 @dataclass(eq=False)
 class Waiter(Generic[M]):
-    """A request that waits for its model until the time `until`. The policy admits it or sets its error; it calls
-    `wake` for either."""
+    """A request that waits for its model until the time `until`. The policy admits it or sets `error`, and then calls
+    `wake`."""
 
     model: M
     since: float
     until: float
-    is_row: bool = False  # of a batch
+    is_row: bool = False  # a row of a batch
     is_admitted: bool = False
     error: Exception | None = None
     wake: Callable[[], None] = lambda: None
@@ -101,11 +101,11 @@ class ModelPolicy(Generic[M]):
 
     @property
     def used(self) -> int:
-        """The bytes of all models that are in memory, or are on their way there or out."""
+        """The bytes of all models that are loaded, loading or unloading."""
         return sum(each.need or 0 for each in self.models.values() if each.holds_memory)
 
     def enter(self, model: M, now: float, until: float, *, is_row: bool = False) -> Waiter[M]:
-        """Admit a request, or let it wait: then it is admitted by `plan`, and `leave` or `give_up` must be called."""
+        """Admit a request, or let it wait until `plan` admits it. The caller must call `leave` in the end."""
         waiter = Waiter(model, now, until, is_row)
         if model.is_open:
             self._admit(waiter)
@@ -114,7 +114,7 @@ class ModelPolicy(Generic[M]):
         return waiter
 
     def leave(self, waiter: Waiter[M], now: float) -> None:
-        """Take an admitted request out, or one that gives up waiting."""
+        """Remove a request that has ended or that stops waiting."""
         if waiter.is_admitted:
             waiter.model.in_use -= 1
             waiter.model.num_rows -= waiter.is_row
@@ -138,7 +138,7 @@ class ModelPolicy(Generic[M]):
         return True
 
     def unloaded(self, model: M) -> None:
-        """Record that a model takes no memory any more."""
+        """Record that a model has freed its memory."""
         model.state, model.is_closed = ModelState.UNLOADED, False
 
     def failed(self, model: M, now: float, error: Exception) -> None:
@@ -164,7 +164,7 @@ class ModelPolicy(Generic[M]):
         return model.in_use > 0 or any(each.model is model for each in self.waiting)
 
     def is_impossible(self, model: M) -> bool:
-        """True if a model does not fit even if all others that may go are unloaded."""
+        """True if a model does not fit even after all models that are not pinned are unloaded."""
         pinned = sum(each.need or 0 for each in self.in_the_way_of(model) if each.pinned)
         return model.need is not None and model.need + pinned > self.limit
 
@@ -173,8 +173,8 @@ class ModelPolicy(Generic[M]):
         return [each for each in self.models.values() if each is not model and each.holds_memory]
 
     def plan(self, now: float) -> Changes[M]:
-        """Admit the requests that can be, and return what to load and unload now. Call it after every change, and from
-        time to time."""
+        """Admit the requests for open models, and return the models to load and unload now. The caller calls it
+        after every change, and periodically."""
         changes: Changes[M] = Changes()
         for model in self.models.values():
             model.is_closed = False
@@ -202,8 +202,8 @@ class ModelPolicy(Generic[M]):
         waiter.wake()
 
     def _make_room(self, now: float, changes: Changes[M]) -> None:
-        """Start loading the models that requests wait for, in the order of their first requests. The first that lacks
-        room gets what is free next, so later ones do not overtake it."""
+        """Start loading the models that requests wait for, in the order of their first requests. The first that does
+        not fit stops the loop, so that later requests do not take the memory that it waits for."""
         for waiter in sorted(self.waiting, key=lambda each: each.is_row):
             model = waiter.model
             is_absent = model.state in (ModelState.UNLOADED, ModelState.FAILED) and now >= model.retry_at
@@ -216,7 +216,7 @@ class ModelPolicy(Generic[M]):
             changes.load.append(model)
 
     def _free(self, waiter: Waiter[M], lacking: int, now: float, changes: Changes[M]) -> None:
-        """Unload models until `lacking` bytes are free, or close those that cannot go yet."""
+        """Unload models that hold `lacking` bytes together; close those that still have requests."""
         lacking -= self._leaving
         candidates = [
             each
@@ -228,7 +228,7 @@ class ModelPolicy(Generic[M]):
             candidates = [
                 each for each in free if now > each.last_used + BATCH_IDLE or each.last_used == each.loaded_at
             ]
-        # By LRU among models past their turns. A model without requests goes before one that must finish some.
+        # Models with a finished turn come first, then idle before busy ones, then the least recently used.
         candidates.sort(key=lambda each: (max(now, self._turn_end(each, waiter)), each.in_use > 0, each.last_used))
         chosen: list[M] = []
         for each in candidates:

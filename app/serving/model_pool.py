@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.8  # of the machine or cgroup, unless the setting `memory` is given
-FOLDER_SECONDS = 5.0  # between two readings of the models' folder
-CHECK_SECONDS = 0.25  # between two looks at turns and idle times that have passed
+FOLDER_SECONDS = 5.0  # least time between two readings of `models_dir`
+CHECK_SECONDS = 0.25  # between two checks for turns and idle times that are over
 
 PoolHandler = Callable[["ModelPool", RequestScope], Any]
 """A handler of a route that needs all models."""
 
 
 class Asked(msgspec.Struct):
-    """The fields of a body that matter before its model is loaded. They are checked later, with the others."""
+    """The fields of a body that are needed before its model is loaded. They are validated later, with the others."""
 
     model: Any = None
     name: Any = None  # Ollama's older name of it
@@ -98,7 +98,7 @@ class ModelPool:
             _ = self.only.admission
 
     def _take(self, found: Iterable[Settings]) -> None:
-        """Take over the models of these settings. Others go, unless they are in memory or requests wait for them."""
+        """Serve the models of these settings. Drop the others, unless they are in memory or requests wait for them."""
         models = {settings.model_names[0]: settings for settings in found}
         stays = {each for each in self.models if each.holds_memory or self.policy.is_wanted(each)}
         kept = {name: each for name, each in self.policy.models.items() if name in models or each in stays}
@@ -129,7 +129,7 @@ class ModelPool:
             return self.only
         loaded = [each for each in self.models if each.state is ModelState.LOADED]
         if not loaded:
-            raise ApiError(503, "No model is loaded at the moment.", code="model_not_loaded")
+            raise ApiError(503, "No model is loaded. A request to a model loads it.", code="model_not_loaded")
         return max(loaded, key=lambda each: (each.in_use > 0, each.last_used))
 
     @property
@@ -187,7 +187,7 @@ class ModelPool:
         } | ({} if self.only is not None else several)
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Read the models' folder again, if the last time was a while ago or it shall be done `now`."""
+        """Read `models_dir` again if `FOLDER_SECONDS` have passed since the last time, or if `now` is set."""
         if self.settings.models_dir is None or not (now or time.monotonic() >= self._read_at + FOLDER_SECONDS):
             return
         self._read_at = time.monotonic()
@@ -199,20 +199,20 @@ class ModelPool:
     # --- requests
 
     async def answer(self, handler: ModelHandler, request: RequestScope, *, streams: bool = False) -> None:
-        """Run a handler with the model that the request's body asks for, which is loaded before."""
+        """Load the model that the request's body names, and run a handler with it."""
         if self.only is not None:
             await handler(self.only, request)
             return
         asked = await self.server.workload.read(request, lambda: _asked(request.body))
         name = asked.name if asked.model is None and request.path.startswith("/api/") else asked.model
         if name is not None and not isinstance(name, str):
-            raise ApiError(400, "model must be text, the name of a model.", param="model")
+            raise ApiError(400, "model must be a string, one of the names in GET /v1/models.", param="model")
         model = self.find(name or None)
         async with self.use(model, request, asked, streams=streams):
             await handler(model, request)
 
     def in_query(self, request: RequestScope) -> ModelServer | None:
-        """Return the model that the query names, if it does. Raises ApiError 404."""
+        """Return the model that the query names; None if it names none. Raises ApiError 404."""
         name = request.query().get("model", [None])[-1]
         return None if name is None else self.find(name)
 
@@ -226,8 +226,8 @@ class ModelPool:
     async def use(
         self, model: ModelServer, request: RequestScope, asked: Asked | None = None, *, streams: bool = False
     ) -> AsyncIterator[None]:
-        """Keep a model loaded during the block; load it before, within the request's deadline and `max_queue_time`. If
-        that takes long, an answer that `streams` is begun with comments.
+        """Load a model within the request's deadline and `max_queue_time`, and keep it loaded during the block. With
+        `streams`, a streamed answer begins with comments if the load takes longer than `sse_keep_alive`.
 
         Raises ApiError 503 if it cannot be loaded in time, or at all.
         """
@@ -251,7 +251,7 @@ class ModelPool:
 
     @staticmethod
     def _deadline(model: ModelServer, request: RequestScope, asked: Asked) -> float:
-        """Return the time by which the request must have its first token, as far as the request or a setting says."""
+        """Return the earliest of the deadlines that the request and the settings set."""
         settings = model.settings
         given = [asked.timeout, asked.ttft_timeout, settings.default_timeout, settings.default_ttft_timeout]
         given.append(_number(request.headers.get("x-request-timeout")))
@@ -261,7 +261,7 @@ class ModelPool:
     async def _wait(
         self, waiter: Waiter[ModelServer], deadline: float, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Wait until the model is loaded; call `begin` when that takes long. Raises ApiError 503."""
+        """Wait until the model is loaded; call `begin` after `sse_keep_alive` seconds. Raises ApiError 503."""
         model, woken = waiter.model, anyio.Event()
         waiter.wake = woken.set
         if model.state is ModelState.FAILED and time.monotonic() < model.retry_at:
@@ -272,7 +272,7 @@ class ModelPool:
         self._replan()
         every = self.settings.sse_keep_alive
         begin_at = time.monotonic() + every if begin is not None and every else math.inf
-        # `max_queue_time` limits the wait for room. A load that has begun is waited for.
+        # `max_queue_time` limits only the wait for memory. During the load, the request's deadline limits the wait.
         for latest in (waiter.until, deadline):
             while not woken.is_set() and (now := time.monotonic()) < latest:
                 with anyio.move_on_after(min(latest, begin_at) - now):
@@ -298,9 +298,9 @@ class ModelPool:
     def _failure(self, model: ModelServer) -> ApiError:
         pause = {"retry-after": str(max(1, math.ceil(model.retry_at - time.monotonic())))}
         source = Path(model.settings.model_source)
-        # Clients need not know in which folder models are.
+        # Do not show clients the folder of the models.
         why = str(model.error).replace(f"{source.parent}/" if source.is_absolute() else "\0", "")
-        words = f"The model {model.name} cannot be served at the moment: {why}"
+        words = f"The model {model.name} could not be loaded, or its engine ended: {why}"
         return ApiError(503, words, code="model_failed", headers=pause)
 
     def _lack_of_room(self, model: ModelServer) -> ApiError:
@@ -353,7 +353,7 @@ class ModelPool:
             spare.close()
 
     def _look(self) -> None:
-        """Notice what time brings: turns and idle times that have passed, and engines that make no progress."""
+        """Act on turns and idle times that are over, and on engines that make no progress."""
         self._replan()
         for model in self.models:
             if model.state is ModelState.LOADED and not model.is_alive and model.scope is not None:
@@ -372,7 +372,7 @@ class ModelPool:
             self._replan()
             return
         if self.only is None and model.state is not ModelState.LOADING:
-            return  # it is unloaded already
+            return  # it was unloaded during the load
         now = time.monotonic()
         self.policy.loaded(model, now, need, now - started)
         model.metrics.on_load(need)
@@ -387,7 +387,7 @@ class ModelPool:
         log_ready(time.monotonic() - self.server.started)
 
     async def _load_pinned(self) -> None:
-        """Load the pinned models. Raises what makes that impossible."""
+        """Load the pinned models. Raises the error of the first that cannot be loaded."""
         for model in self.models:
             if model.pinned:
                 waiter = self.policy.enter(model, time.monotonic(), math.inf)
@@ -412,7 +412,7 @@ class ModelPool:
                     why = f"has {model.in_use} requests" if model.in_use else "is being loaded"
                     raise ApiError(409, f"The model {model.name} {why}. Try again later.", code="model_in_use")
         finally:
-            self._carry_out(changes)  # those before one that cannot go, too
+            self._carry_out(changes)  # also after an error: unload the models before the one that cannot be unloaded
         while any(model.state is ModelState.UNLOADING for model in models):  # noqa: ASYNC110 - it is short
             await anyio.sleep(0.01)
 
@@ -421,7 +421,7 @@ class ModelPool:
         self.server.start_soon(partial(function, model))
 
     async def _measure(self, model: ModelServer) -> None:
-        """Open the files of a model, to know its memory before it is loaded."""
+        """Open the files of a model to estimate its memory before loading it."""
         try:
             await model.open()
         except Exception as error:
@@ -440,7 +440,7 @@ class ModelPool:
 
     def _carry_out(self, changes: Changes[ModelServer]) -> None:
         for model in changes.unload:
-            logger.info("%s: is unloaded", model.name)
+            logger.info("%s: unloading", model.name)
             if model.scope is not None:
                 model.scope.cancel()
         for model in changes.load:
@@ -478,7 +478,7 @@ def _asked(body: bytes) -> Asked:
     try:
         return _ASKED.decode(body)
     except (msgspec.MsgspecError, RecursionError):
-        decode_json(body)  # which has better words for what is wrong
+        decode_json(body)  # raises a clearer error
         return Asked()
 
 

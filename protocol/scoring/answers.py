@@ -36,7 +36,7 @@ class LabelSet(NamedTuple):
             )
 
     def logits_of(self, embedding: bytes | None, logprobs: list[TokenLogprobs] | None) -> NDArray[np.float32] | None:
-        """Return the logits in an output, one for each label. Those of a decoder are less by a common term."""
+        """Return the logits in an output, one for each label. For a decoder they are log-probabilities."""
         import numpy as np  # here, because the server answers before it needs them
 
         if embedding is not None:
@@ -47,7 +47,7 @@ class LabelSet(NamedTuple):
         return np.array([found[token_id] for token_id in self.token_ids], np.float32)
 
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the probability of each label, or the logits of a model that gives those. Logits are [..., labels]."""
+        """Return the probability of each label, or the logits if the activation is identity. Shape: [..., labels]."""
         import numpy as np
 
         if self.activation == "identity":
@@ -62,7 +62,7 @@ class LabelSet(NamedTuple):
     def scores(self, logits: NDArray[np.float32], *, raw: bool) -> NDArray[np.float32]:
         """Return one score for each row of logits [rows, labels]: the probability of the last label, or its logit.
 
-        The logit of two labels that exclude each other is the difference of theirs.
+        With two exclusive labels, the logit of the pair is the second logit minus the first.
         """
         is_choice = len(self.names) == 2 and self.activation != "sigmoid"
         logit = logits[:, 1] - logits[:, 0] if is_choice else logits[:, -1]
@@ -87,7 +87,7 @@ class RerankedDocument(Answer):
 
 
 class RerankMeta(Answer):
-    """Fields that Cohere's clients read. A request is one search."""
+    """Fields that Cohere's clients read. Each request is billed as one search unit."""
 
     api_version: dict[str, str]
     billed_units: dict[str, int]
@@ -161,7 +161,7 @@ class _ScoresWriter(PrefillWriter[R]):
 
 class RerankWriter(_ScoresWriter[RerankRequest]):
     def body(self) -> bytes:
-        """Return the response body: the `top_n` best documents; of equals, the first in the request comes first."""
+        """Return the response body: the `top_n` best documents. Equal scores keep the order of the request."""
         scores, texts = self._scores(), self._request.texts()
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._request.top_n or None]
         results = [

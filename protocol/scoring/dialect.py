@@ -1,7 +1,7 @@
 """The dialect's record: its paths, and errors that Cohere's, Jina's and OpenAI's clients read.
 
-A path's request has one class of writer. The errors have OpenAI's envelope with its message at the top, too: as
-`message`, where Cohere's clients look for it, and as `detail`, where Jina's do.
+Each path has one request class and one writer class. Errors have OpenAI's envelope, and repeat its message at the top
+level: as `message` for Cohere's clients, and as `detail` for Jina's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from protocol.scoring.requests import (
 
 @dataclass(frozen=True)
 class ScoringRoute:
-    """A path that answers with scores. Ids of answers begin with `id_prefix`."""
+    """A path that answers with scores. The ids of its answers begin with `id_prefix`."""
 
     path: str
     summary: str

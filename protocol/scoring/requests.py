@@ -39,7 +39,7 @@ QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that a
 
 
 def qwen3_head(query: str, instruction: str) -> str:
-    """Return the text before the document, which follows after a blank."""
+    """Return the prompt up to the document; a space separates the two."""
     return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
 
 
@@ -66,8 +66,8 @@ class ScoringRequest(EngineRequest):
     truncate: bool = False  # as `truncate_prompt_tokens: -1`
 
     def to_prefill(self, token_ids: Sequence[int]) -> PrefillRequest:
-        """Return the request to the engine; `token_ids` are a decoder's tokens of the labels. Of a text for an encoder,
-        the end is cut off by default."""
+        """Return the request to the engine; `token_ids` are the labels' tokens of a decoder. An encoder's text is
+        cut at its end by default."""
         fields: dict[str, Any] = {"truncate_prompt_tokens": -1} if self.truncate else {}
         fields |= self.given(PrefillRequest)
         if token_ids:
@@ -76,18 +76,18 @@ class ScoringRequest(EngineRequest):
 
 
 class PairsRequest(ScoringRequest):
-    """A request that scores pairs. Only the end of a text can be cut off."""
+    """A request that scores pairs. Texts can only be cut at their end."""
 
     truncation_side: Literal["right"] = "right"
     max_tokens_per_doc: int | None = Field(default=None, ge=1)
-    instruction: str | None = None  # to the model, for those that read one
+    instruction: str | None = None  # for models with an instruction in their prompt
 
     def pairs(self) -> list[Pair]:
         """Return the texts. Raises `InvalidRequest` if there are none."""
         raise NotImplementedError
 
     def longest(self, room: int) -> int | None:
-        """Return the number of tokens to which a pair is truncated, None for none; `room` is what the model takes."""
+        """Return the number of tokens to which a pair is cut; None: not cut. `room` is what the model takes."""
         return room if self.truncate and self.truncate_prompt_tokens is None else self.cut_to(room)
 
     def answer_room(self, max_model_len: int) -> int:
@@ -138,7 +138,7 @@ class RerankRequest(PairsRequest):
 
 
 class CohereRerankRequest(RerankRequest):
-    """The body of POST /v2/rerank: long documents are truncated, and not repeated."""
+    """The body of POST /v2/rerank: long documents are cut, and by default not returned."""
 
     return_documents: bool = False
     truncate: bool = True
@@ -151,7 +151,7 @@ _Texts = Annotated[
 
 
 class ScoreRequest(PairsRequest):
-    """The body of POST /v1/score: one `text_1` for every `text_2`, or as many of both."""
+    """The body of POST /v1/score: one `text_1` for all `text_2`, or as many of each."""
 
     text_1: _Texts
     text_2: _Texts
@@ -161,7 +161,7 @@ class ScoreRequest(PairsRequest):
         queries, documents = (len(each) if isinstance(each, list) else 1 for each in (self.text_1, self.text_2))
         if not queries or not documents or queries not in (1, documents):
             raise InvalidRequest(
-                f"text_1 must be one text or as many as text_2 has, at least one; got {queries} and {documents}.",
+                f"text_1 must be one text or as many as text_2, at least 1; got {queries}, and text_2 has {documents}.",
                 param="text_1",
             )
         return self
@@ -196,5 +196,5 @@ class PoolingRequest(EmbeddingRequest):
         if self.task == "embed":
             return super().kind(default, is_encoder=is_encoder)
         if self.pooling is not None:
-            raise InvalidRequest("pooling needs task: embed; with token_embed nothing is pooled.", param="pooling")
+            raise InvalidRequest("pooling needs task embed. Set task to embed, or leave pooling out.", param="pooling")
         return Pooling.TOKENS

@@ -1,4 +1,4 @@
-"""The families of encoders. A reader gives each its numbers by the names of config.json, from a GGUF file too."""
+"""The families of encoders. The readers of config.json and of GGUF files pass their values by config.json's names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OWN = {
 
 
 class EncoderValues:
-    """Values of an encoder's header by the names of config.json, with the family's other names and defaults."""
+    """The values of an encoder's header by the names of config.json, with the family's aliases and defaults applied."""
 
     def __init__(self, values: Mapping[str, Any], family: EncoderFamily, where: str) -> None:
         """`where` names the model and the header in errors."""
@@ -47,7 +47,7 @@ class EncoderValues:
         self.values = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
         self.values |= renamed
         self.where = where
-        self.labels = 0  # of its classification head; 0: it has none
+        self.labels = 0  # of the classification head; 0: no head
 
     def number(self, name: str, default: float | None = None) -> Any:
         field = _OWN.get(name) or FIELDS[name]
@@ -76,15 +76,15 @@ class EncoderValues:
         return DenseSpec(weight=Part(name, gguf, shape, bias=bias), activation=activation)
 
     def classifier(self, first: DenseSpec, last: str) -> tuple[DenseSpec, ...]:
-        """Return the layers of a classification head, if the model has one."""
+        """Return the layers of the classification head; none if the model has no head."""
         return (first, self.dense(last, "cls.output", self.labels)) if self.labels else ()
 
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """One family of encoders: the names and the defaults of its numbers, and its parts."""
+    """One family of encoders: aliases and defaults of its config values, and the function that makes its spec."""
 
-    name: str  # the architectures' names begin with it
+    name: str  # prefix of its architectures' names
     model_type: str
     spec: Callable[[EncoderValues], EncoderSpec]
     gguf: str | None = None  # `general.architecture` of GGUF files
@@ -94,10 +94,10 @@ class EncoderFamily:
 
 
 def encoder_family(values: Mapping[str, Any]) -> tuple[EncoderFamily, str] | None:
-    """Return the family of a config.json and the kind of its head; None if it is not an encoder's."""
+    """Return the family and the head of a config.json; None if the model is not an encoder."""
     named = values.get("architectures")
     if named == ["HF_ColBERT"] and values.get("model_type") == BERT.model_type:
-        return BERT, "Model"  # with a layer for every token, see `with_colbert`
+        return BERT, "Model"  # `with_colbert` adds the layer for each token
     for architecture in named if isinstance(named, list) else []:
         for family in ENCODERS if isinstance(architecture, str) else ():
             end = architecture.removeprefix(family.name)
@@ -146,13 +146,13 @@ def encoder_config(
 
 
 def with_colbert(config: ModelConfig, outputs: int) -> ModelConfig:
-    """Return an encoder's configuration with ColBERT's layer for every token, which has so many outputs."""
+    """Return the configuration with ColBERT's layer, which maps each token to `outputs` values."""
     layer = DenseSpec(weight=Part("linear", "", (outputs, config.hidden_size)), activation="identity")
     return replace(config, encoder=replace(config.encoder, token_dense=(layer,)))
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
-# Each part of a layer has a role. A family's table has their names in its checkpoints; in GGUF files all have the same.
+# A family's table maps the role of each weight to its name in checkpoints; in GGUF files all families share the names.
 
 
 def _table(roles: str, names: str) -> dict[str, str]:
@@ -197,8 +197,9 @@ def _spec(
     ropes: Sequence[tuple[Rope, int | None]] = (),
     **more: Any,
 ) -> EncoderSpec:
-    """`biases`: whether the matrices of attention and those of the network have one. `ropes` are the rotation and the
-    reach of each layer, if its positions rotate."""
+    """Return the spec of a family with this `table` of names. `biases`: whether the matrices of attention, and those of
+    the feed-forward network, have a bias. `ropes`: for each layer the RoPE and the reach of its attention in tokens
+    (None: all); empty without RoPE."""
     hidden, inner, heads = map(found.number, ("hidden_size", "intermediate_size", "num_attention_heads"))
     shape = Heads(heads, heads, hidden // heads, (hidden // heads) ** -0.5)
     roles = [role for role in table if role in _IN_GGUF]
@@ -207,7 +208,7 @@ def _spec(
         names = {role: (f"{table['layers']}.{index}.{table[role]}", f"blk.{index}.{_IN_GGUF[role]}") for role in roles}
         norms = {role: found.norm(*names[role]) for role in roles if role.endswith("norm")}
         if index == 0 and "attention_norm" in norms:
-            del norms["attention_norm"]  # that of the embeddings is the same
+            del norms["attention_norm"]  # the norm of the embeddings takes its place
 
         def part(role: str, outputs: int, inputs: int = hidden) -> Part:
             return Part(*names[role], (outputs, inputs), bias=biases[role in ("up", "gate", "down")])
@@ -236,10 +237,10 @@ def _spec(
 
 
 def _rope(found: EncoderValues, rope: Any, default: float, key: str) -> Rope:
-    """Return a rotation by `rope_parameters`, or by the base under an older key."""
+    """Return the RoPE of `rope_parameters`, or with the base under the older `key`."""
     rope = rope if isinstance(rope, dict) else {}
     if rope.get("rope_type", "default") != "default":
-        raise ModelError(f"{found.where}: rope_type={shown(rope['rope_type'])} is not supported for encoders.")
+        raise ModelError(f"{found.where}: rope_type={shown(rope['rope_type'])} is not supported; it must be default.")
     theta = rope.get("rope_theta", found.values.get(key, default))
     return Rope(float(check_field(FIELDS["rope_theta"], theta, key="rope_theta", source=found.where)))
 
@@ -260,7 +261,7 @@ def _bert(
     longest, padding = found.number("max_position_embeddings"), found.number("pad_token_id") if skips_padding else None
     first, last, activation = head
     more: dict[str, Any] = {"positions": Part("embeddings.position_embeddings", "position_embd", (longest, hidden))}
-    if table is _NOMIC_TABLE:  # rotary positions, gated networks and few biases
+    if table is _NOMIC_TABLE:  # RoPE, gated feed-forward networks, and matrices without biases
         rope = _rope(found, found.values.get("rope_parameters"), 1000.0, "rotary_emb_base")
         more = {"biases": (False, False), "ropes": [(rope, None)] * found.number("num_hidden_layers")}
     return _spec(
@@ -275,8 +276,8 @@ def _bert(
 
 
 def _modern(found: EncoderValues) -> EncoderSpec:
-    """ModernBERT (Warner et al., arXiv:2412.13663) normalizes before attention and network, and has layers that see
-    only the tokens near by."""
+    """ModernBERT (Warner et al., arXiv:2412.13663) normalizes before attention and feed-forward network. Some layers
+    have sliding-window attention."""
     count, every = found.number("num_hidden_layers"), found.number("global_attn_every_n_layers", 3)
     kinds = found.values.get("layer_types") or [SLIDING if index % every else FULL for index in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {FULL, SLIDING}:
@@ -348,8 +349,7 @@ DISTILBERT = EncoderFamily(
     defaults={**_BERT_DEFAULTS, "type_vocab_size": 0},
     aliases=_names("dim", "n_layers", "n_heads", "hidden_dim", "activation"),
 )
-# config.json of the published models has GPT-2's names. Their scaling of positions beyond those of the training is
-# refused.
+# config.json of the published models has GPT-2's names. RoPE scaling beyond the trained context is refused.
 NOMIC_BERT = EncoderFamily(
     "NomicBert",
     "nomic_bert",
@@ -378,22 +378,22 @@ ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, DISTILBERT, NOMIC_BERT, MODER
 
 
 # ---------------------------------------------------------------------------------------------------------------- gemma
-# EmbeddingGemma is Gemma 3 with attention to later tokens, too: its window has both sides.
+# EmbeddingGemma is Gemma 3 with bidirectional attention, so its window reaches to both sides.
 
 
 def is_gemma_encoder(values: Mapping[str, Any]) -> bool:
-    """Return True for a config.json of Gemma 3 with attention in both directions."""
+    """Return True for a config.json of Gemma 3 with bidirectional attention."""
     return values.get("architectures") == ["Gemma3TextModel"] and values.get("use_bidirectional_attention") is True
 
 
 def gemma_encoder(values: Mapping[str, Any], **more: Any) -> ModelConfig:
-    """Return the configuration of such an encoder. `more` are arguments of `config_from_hf`."""
+    """Return the configuration of Gemma 3 as an encoder. `more` are arguments of `config_from_hf`."""
     values = {**values, "architectures": [GEMMA3.name], "use_bidirectional_attention": False}
     return as_encoder(config_from_hf(values, **more))
 
 
 def as_encoder(config: ModelConfig) -> ModelConfig:
-    """Return a configuration of Gemma 3 with attention in both directions."""
+    """Return a configuration of Gemma 3 with bidirectional attention."""
     spec = GEMMA3.spec(config)
     layers = []
     for layer in spec.layers:

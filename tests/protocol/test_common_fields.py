@@ -160,7 +160,7 @@ def outcome(model: type[RequestFields], name: str, value: Any) -> str:
         assert error.param is not None
         assert error.param.split(".")[0] in fields, f"{model.__name__} blames {error.param} for {name}"
         return "refused"
-    if name in given.left_out.fields:
+    if name in (field.partition(" (did you mean")[0] for field in given.left_out.fields):
         assert name in (given.left_out.warning() or "")
         return "warned"
     if name == "web_search_options":

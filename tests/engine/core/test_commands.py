@@ -226,7 +226,9 @@ def without_times(event: Event | None) -> Event | None:
     if not isinstance(event, Answered) or not isinstance(event.answer, EngineSnapshot):
         return event
     steps = tuple(msgspec.structs.replace(step, time=0.0, seconds=0.0) for step in event.answer.steps)
-    return Answered(event.number, msgspec.structs.replace(event.answer, time=0.0, seconds=0.0, steps=steps))
+    return Answered(
+        event.number, msgspec.structs.replace(event.answer, time=0.0, seconds=0.0, oldest_wait=None, steps=steps)
+    )
 
 
 names = st.sampled_from(NAMES)

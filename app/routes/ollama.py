@@ -47,6 +47,8 @@ async def answer(kind: type[OllamaRequest], pool: ModelPool, request: RequestSco
     """POST /api/chat and /api/generate: JSON lines, or with `stream` false one object. No prompt: load or unload."""
     given = await pool.server.workload.read(request, lambda: parse_body(kind, request.body))
     model = pool.find(given.model)
+    if given.only_loads:
+        given.check_fields()
     if given.only_loads and given.keep_alive == 0:
         await _unload(pool, model)
         await request.send_json(200, load_body(given, given.model or model.name, time.time(), "unload"))

@@ -137,6 +137,11 @@ class OllamaRequest(DialectRequest):
         """True if the request has no prompt: it loads the model or, with `keep_alive` 0, unloads it."""
         return not getattr(self, self.asks_in)
 
+    def check_fields(self) -> None:
+        """Check the fields of a request without a prompt as those of others are. Raises as `translate`."""
+        fields = OllamaRequest.chat_fields(self)
+        chat_request(OllamaChat, {**fields, "messages": [{"role": "user", "content": "a"}]})
+
     @property
     def left_out(self) -> IgnoredParts:
         return IgnoredParts(fields=self.without_effect + self.options.without_effect)

@@ -140,7 +140,8 @@ class OllamaRequest(DialectRequest):
     def check_fields(self) -> None:
         """Check the fields of a request without a prompt as those of others are. Raises as `translate`."""
         fields = OllamaRequest.chat_fields(self)
-        chat_request(OllamaChat, {**fields, "messages": [{"role": "user", "content": "a"}]})
+        chat = chat_request(OllamaChat, {**fields, "messages": [{"role": "user", "content": "a"}]})
+        chat.to_sampling_params(2**31)
 
     @property
     def left_out(self) -> IgnoredParts:

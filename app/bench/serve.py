@@ -102,7 +102,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Kept with the result.")
     add("--label", help="Prefix of the file name. Default: the backend.")
     add("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
-    add("--compare", type=Path, metavar="FILE", help="Show an earlier run beside this one: a file of --save-result.")
+    add("--compare", type=Path, metavar="FILE", help="Compare this run with an earlier one: a file of --save-result.")
     add("--predict", nargs="?", const="", metavar="FILE",
         help="Add the simulator's figures for the same workload. Step costs come from /server_info, read with the "
         "key in HEADRACE_ADMIN_KEYS, or from a file.")  # fmt: skip

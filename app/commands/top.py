@@ -44,7 +44,7 @@ _SORTS = ("", "tenant", "prompt", "cached", "output", "blocks", "seconds")  # ""
 _KEYS = re.compile(r"\x1b[\[o][ab]|.", re.DOTALL)  # an arrow, up or down, or one character
 Counted = defaultdict[str, float]
 
-_NO_ADMINS = "The server has no admin_keys (HEADRACE_ADMIN_KEYS), so nobody can abort its requests."
+_NO_ADMINS = "Requests cannot be aborted: the server has no admin_keys (HEADRACE_ADMIN_KEYS)."
 _NO_ADMIN = "To see requests, give one of the server's admin_keys (HEADRACE_ADMIN_KEYS)."
 
 

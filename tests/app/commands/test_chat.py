@@ -1,4 +1,4 @@
-"""What an answer's figures say, and what is said of an answer that broke off."""
+"""Tests of the figures after an answer, and of the report of a broken stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be typed in a conversation, and the files that it is saved in."""
+"""Tests of the commands of a conversation and of its saved files."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_turns_of_a_conversation_have_one_model_and_skew_0_is_uniform() -> None:
 
 @pytest.fixture
 def info(tmp_path: Path) -> Path:
-    """What a server says of itself: 500 MiB of weights and engine, and a KV cache of 100 MiB."""
+    """Return the /server_info of a server: 500 MiB of weights and engine, and a KV cache of 100 MiB."""
     path = tmp_path / "info.json"
     told = {"max_num_seqs": 4, "kv_cache_memory": 100 * MIB, "device": "cpu"}
     kv_cache = {"num_blocks": 64, "block_size": 16}

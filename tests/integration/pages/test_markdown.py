@@ -1,4 +1,4 @@
-"""What the chat makes of a model's Markdown, in a real browser: elements, and never HTML."""
+"""Tests that the chat renders a model's Markdown as elements, in a real browser, and never as HTML."""
 
 from __future__ import annotations
 

@@ -216,8 +216,8 @@ class Settings(BaseSettings):
     # Several models.
     models: Tables = Field(
         {},
-        description="Several models in one server, each loaded at its first request: a table for each, [models.NAME], "
-        "with its model and settings; elsewhere JSON, or models with commas between. Or repeat --model.",
+        description="Several models in one server, each loaded at its first request. In a TOML file a table for each, "
+        "[models.NAME], with its model and settings; elsewhere JSON or a comma-separated list. Or repeat --model.",
         examples=["smollm2-135m-instruct,Qwen/Qwen3-0.6B"],
     )
     models_dir: UserPath | None = Field(

@@ -292,7 +292,7 @@ async def reload_on_hangup(pool: ModelPool, certificate: Certificate | None = No
                 if settings.api_keys_file is not None:
                     await _reload_tenants(pool)
                 elif certificate is None and settings.models_dir is None:
-                    logger.warning("Nothing was read again: %s, and there is no api_keys_file", _STAYS)
+                    logger.warning("SIGHUP changed nothing: there is no api_keys_file, and %s", _STAYS)
     finally:
         signal.signal(signal.SIGHUP, before)  # asyncio would leave the default
 

@@ -412,7 +412,7 @@ def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) ->
             low = high
             if high >= 2**MAX_DOUBLINGS:
                 raise SettingsError(
-                    f"--find: {high:g} requests/s still hold; give a longer workload with --num-prompts"
+                    f"--find: {high:g} requests/s still keep --slo; give a longer workload with --num-prompts"
                 )
     else:
         while not holds(low := low / 2):

@@ -81,8 +81,8 @@ class OpenLoad:
         """Return the next request. Raises ValueError if too many requests are unfinished to be kept in memory."""
         if self._num_open >= MAX_OPEN or self.open_tokens >= MAX_OPEN_TOKENS:
             raise ValueError(
-                f"rate: {self._num_open} requests with {self.open_tokens} prompt tokens are unfinished; allowed: "
-                f"{MAX_OPEN} and {MAX_OPEN_TOKENS}. Start a new simulation at a lower rate, or with admission"
+                f"rate: {self._num_open} requests with {self.open_tokens} prompt tokens are unfinished; allowed: up to "
+                f"{MAX_OPEN} and {MAX_OPEN_TOKENS}. Start a new simulation at a lower rate"
             )
         shape = self._shape()
         self._since = self.due

@@ -108,7 +108,7 @@ def _one_engine(info: dict[str, Any], model: str) -> dict[str, Any]:
         return info
     engine = engines.get(model) or (next(iter(engines.values())) if len(engines) == 1 else None)
     if not isinstance(engine, dict):
-        raise ValueError(f"engines: has none for --model {model}; allowed: {', '.join(engines)}")
+        raise ValueError(f"engines: no engine of --model {model} was measured; allowed: {', '.join(engines)}")
     return engine
 
 

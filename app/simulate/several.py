@@ -62,8 +62,8 @@ def read_models(
             raise SettingsError(f"data_parallel_size: got {merged.data_parallel_size}; of several models allowed: 1")
         if (memory := own.memory or machine.memory) is None:
             raise SettingsError(
-                f"models.{own.model_names[0]}: {table} does not have its memory. What works: memory in the model's "
-                "table, or a file that this version of the server wrote"
+                f"models.{own.model_names[0]}: {table} does not say what memory it takes. What works: memory in the "
+                "model's table, or a file that this version of the server wrote"
             )
         if own.memory is None:
             memory += kv_cache - measured

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.child_main import GROUP_SIGNALS, receive, send, to_text
+from engine.child_main import FORKS, GROUP_SIGNALS, receive, send, to_text
 
 START_SECONDS = 60.0
 """Seconds within which a process must have started; on an idle machine it takes 0.1 s."""
@@ -130,7 +130,7 @@ def _paths(packages: Sequence[str]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- any child
 # The start and the end of a child process of any kind: bounded children, engines, ranks.
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -154,6 +154,62 @@ def start_process(
         return subprocess.Popen(command, env=environment, stdin=stdin, **options)  # noqa: S603 - our own commands
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class ForkServer:
+    """A process that has imported what its forks need, so they start within hundredths of a second. Thread-safe.
+
+    `command` must call `engine.child_main.serve_forks` with its last argument, a descriptor. The forks become children
+    of this process, and so do all processes below it that lose their parent.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(START_SECONDS)
+        self._lock = threading.Lock()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        with theirs:
+            arguments = [*command, FORKS, str(theirs.fileno())]
+            self._process = start_process(arguments, environment, pass_fds=(theirs.fileno(),))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def fork(self, argument: str, descriptor: int) -> Fork:
+        """Start a process with these two arguments; the descriptor is copied. Blocks. Raises `OSError`."""
+        with self._lock:
+            socket.send_fds(self._socket, [argument.encode()], [descriptor])
+            if not (pid := int.from_bytes(self._socket.recv(4), "little")):
+                raise ConnectionResetError("the process that forks has ended")
+        return Fork(pid)
+
+    def close(self) -> None:
+        """End the process. Its forks go on."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+
+class Fork:
+    """A child of this process that a `ForkServer` started. Its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def send_at_parents_end(number: signal.Signals) -> None:

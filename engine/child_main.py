@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import gc
 import math
 import os
 import resource
@@ -26,6 +27,9 @@ from contextlib import suppress
 
 MEMORY_LIMIT = 2**30
 """Bytes of address space: twice what the longest allowed rendering of a template needs."""
+
+FORKS = "--forks"
+"""The argument of a process that forks others."""
 
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -132,6 +136,32 @@ def _limit_time(timeout: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     if hard == resource.RLIM_INFINITY or limit < hard:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+
+
+def serve_forks(descriptor: int) -> list[str]:
+    """Fork this process, which has one thread, for each message of the parent (`engine.child.ForkServer`), until it
+    closes the socket. Return in the fork, with its two arguments: the message and a descriptor."""
+    ignore_signals()
+    gc.collect()
+    gc.freeze()  # forks share the pages of objects that no garbage collection visits
+    with socket.socket(fileno=descriptor) as parent:
+        while True:
+            message, (*given,), _, _ = socket.recv_fds(parent, 4096, 1)
+            if not message:
+                os._exit(0)
+            source, sink = os.pipe()
+            if (between := os.fork()) == 0:
+                if (child := os.fork()) == 0:
+                    os.close(source)
+                    os.close(sink)
+                    return [message.decode(), *map(str, given)]
+                os.write(sink, child.to_bytes(4, "little"))
+                os._exit(0)  # makes the fork a child of the parent
+            os.close(sink)
+            os.waitpid(between, 0)
+            parent.sendall(os.read(source, 4) or bytes(4))  # zeros: there is no fork
+            for each in (source, *given):
+                os.close(each)
 
 
 # ----------------------------------------------------------------------------------------------------- end when stopped

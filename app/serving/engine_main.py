@@ -27,5 +27,5 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
 
 
 if __name__ == "__main__":
-    import_executor()  # before the setup comes, for which a spare process waits
+    import_executor()  # before forks are made, and before the setup comes
     serve_parent(build)

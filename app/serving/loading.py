@@ -26,6 +26,7 @@ from app.config.sources import env_name
 from app.observability.logs import bound
 from app.runtime import frozen_imports
 from app.serving.step_cost_file import StepCostFile
+from engine.child import ForkServer
 from engine.core.core import EngineCore
 from engine.detokenizer import Vocabulary
 from engine.errors import ConfigError
@@ -60,6 +61,7 @@ ENGINE_MEMORY = 160 * 2**20  # bytes of an engine's process, and of its tokenize
 TOKENIZER_MEMORY = 64 * 2**20  # bytes of a model's tokenizer and grammars in the server's process
 STORED_SHARE = {"none": 1.0, "int8": 0.55, "int4": 0.3}  # of a file's bytes, by the setting `quantization`
 LAYOUT_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
+FORK_SECONDS = 5.0  # within which a fork is ready for its model; otherwise it gets it later
 ENGINE_MODULE = "app.serving.engine_main"  # tests replace it by one with faults
 
 
@@ -302,45 +304,53 @@ def _setup(share: Share, index: int | None = None) -> dict[str, Any]:
 def _engine_process(devices: str | None = None, *, ends_when_stopped: bool = False) -> EngineProcess:
     from engine.transport.process_client import EngineProcess
 
+    command, environment = _engine_command(devices)
+    return EngineProcess(command, environment, ends_when_stopped=ends_when_stopped)
+
+
+def _engine_command(devices: str | None = None) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of an engine's process."""
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
     environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
-    return EngineProcess([sys.executable, "-m", ENGINE_MODULE], environment, ends_when_stopped=ends_when_stopped)
+    return [sys.executable, "-m", ENGINE_MODULE], environment
 
 
 class SpareEngine:
-    """An engine's process without a model, which has imported everything, so that the next model loads sooner."""
+    """A process that has imported everything. Each model's engine is a fork of it, and so loads sooner."""
 
     def __init__(self) -> None:
-        self._process: EngineProcess | None = None
+        self._forks: ForkServer | None = None
 
     def prepare(self) -> None:
         """Start the process, unless there is one, or no memory or descriptors for it."""
-        from zmq import ZMQError
-
-        if self._process is None:
-            with suppress(OSError, ZMQError):
-                self._process = _engine_process().__enter__()
+        if self._forks is not None and self._forks.has_ended:
+            self.close()
+        if self._forks is None:
+            with suppress(OSError):
+                self._forks = ForkServer(*_engine_command())
 
     def take(self, settings: Settings) -> EngineProcess | None:
-        """Return the process, which begins to load this model, or None if there is none, or it has ended."""
-        if settings.engines_start_again:
+        """Return a process that begins to load this model, or None if there can be none. Blocks."""
+        from zmq import ZMQError
+
+        from engine.transport.process_client import EngineProcess
+
+        if settings.engines_start_again or self._forks is None:
             return None
-        process, self._process = self._process, None
-        if process is not None and process.has_ended:
-            process.__exit__()
-            return None
-        if process is not None:
-            process.begin(_setup(Share(settings)))
-        return process
+        with suppress(OSError, ZMQError):
+            process = EngineProcess(self._forks).__enter__()
+            process.begin(_setup(Share(settings)), FORK_SECONDS)
+            return process
+        return None
 
     def close(self) -> None:
-        """End the process, if there is one that no model has taken."""
-        if self._process is not None:
-            self._process.__exit__()
-            self._process = None
+        """End the process. Engines go on."""
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
 
 
 def core_factory(

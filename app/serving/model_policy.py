@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 
 LEAST_RESIDENCE = 1.0  # seconds; a model that takes longer to load stays for as long as that
 BATCH_IDLE = 60.0  # seconds since a model's latest request, after which a row of a batch may take its room
+IDLE_SHARE = 0.25  # of its residence; a model that was idle for as long makes room at once
 LONGEST_PAUSE = 60.0  # seconds between two loads of a model that fails again and again
 
 
@@ -253,4 +254,7 @@ class ModelPolicy(Generic[M]):
             return -math.inf
         begin = max(model.loaded_at, waiter.since) if model.in_use > model.num_rows else model.loaded_at
         in_time = waiter.until - 2 * max(waiter.model.load_seconds, 1.0)
-        return max(model.loaded_at + model.residence / 2, min(begin + model.residence, in_time))
+        end = max(model.loaded_at + model.residence / 2, min(begin + model.residence, in_time))
+        if not waiter.is_row and not self.is_wanted(model):
+            end = min(end, model.last_used + IDLE_SHARE * model.residence)
+        return end

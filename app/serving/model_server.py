@@ -190,7 +190,7 @@ class ModelServer(PooledModel):
                 if self.need is None:  # which changes the settings
                     await self.open()
                 # A spare process loads the model while this one opens its files.
-                process = None if self.spare is None else self.spare.take(self.settings)
+                process = None if self.spare is None else await to_thread.run_sync(self.spare.take, self.settings)
                 if process is not None:
                     stack.enter_context(process)
                 files, self.files = self.files or await self.open(), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -19,7 +20,7 @@ import anyio
 import msgspec
 import zmq
 
-from engine.child import end_in_words, start_process
+from engine.child import Fork, ForkServer, end_in_words, start_process
 from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingProgress, Question
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
@@ -176,13 +177,13 @@ class Ended(NamedTuple):
 class EngineProcess:
     """An engine process with its sockets, heartbeat and lifeline. A context manager that starts and ends it.
 
-    `command` must call `engine.transport.process_core.serve_parent`. Two arguments are appended: the path of a private
-    directory, and the descriptor of the child's end of the lifeline.
+    `command`, or that of a `ForkServer`, must call `engine.transport.process_core.serve_parent`. Two arguments are
+    appended: the path of a private directory, and the descriptor of the child's end of the lifeline.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Sequence[str] | ForkServer,
         environment: Mapping[str, str] | None = None,
         *,
         ends_when_stopped: bool = False,
@@ -214,8 +215,13 @@ class EngineProcess:
             self._lifeline, theirs = socket.socketpair()
             stack.callback(self._lifeline.close)
             with theirs:
-                arguments = [*self._command, str(directory), str(theirs.fileno())]
-                self._process = start_process(arguments, self._environment, pass_fds=(theirs.fileno(),))
+                own = [str(directory), str(theirs.fileno())]
+                self._process: subprocess.Popen[bytes] | Fork
+                if isinstance(self._command, ForkServer):
+                    self._process = self._command.fork(own[0], theirs.fileno())
+                else:
+                    descriptors = (theirs.fileno(),)
+                    self._process = start_process([*self._command, *own], self._environment, pass_fds=descriptors)
             stack.callback(self._end)
             self._resources = stack.pop_all()
         return self
@@ -227,23 +233,18 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     async def connect(self, setup: Any) -> None:
         """Wait for the engine's first message, then send its setup, unless `begin` has."""
         while not self.begin(setup):
             await anyio.wait_readable(_descriptor(self._down))
 
-    def begin(self, setup: Any) -> bool:
-        """Send the engine its setup: plain data, before all commands. Return False while its first message has not
-        arrived: a ROUTER socket drops everything sent before that."""
+    def begin(self, setup: Any, seconds: float = 0.0) -> bool:
+        """Send the engine its setup: plain data, before all commands. Return False if its first message does not arrive
+        within `seconds`: a ROUTER socket drops everything sent before that."""
         if self._peer is None:
-            try:
-                self._peer, *_ = self._down.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._down.poll(int(1000 * seconds)):
                 return False
+            self._peer, *_ = self._down.recv_multipart(zmq.NOBLOCK)
             self.send(setup)
         return True
 

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import zmq
 
 from engine.child import send_at_parents_end
-from engine.child_main import ignore_signals
+from engine.child_main import FORKS, ignore_signals, serve_forks
 from engine.commands import Command, Event, LoadingProgress, RequestsBegun
 from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
@@ -46,6 +46,8 @@ def serve_parent(build: Build) -> NoReturn:
 
     `build` makes the core on the main thread from the setup that `ProcessClient` sends, and reports its progress.
     """
+    if FORKS in sys.argv:
+        sys.argv[1:] = serve_forks(int(sys.argv[-1]))
     ignore_signals()
     # The kernel resumes this process when its parent ends: a stopped process would not notice that the lifeline closed.
     send_at_parents_end(signal.SIGCONT)

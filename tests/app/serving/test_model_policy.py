@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.serving.model_policy import ModelPolicy, ModelState, PooledModel, Waiter
+from app.serving.model_policy import LEAST_RESIDENCE, ModelPolicy, ModelState, PooledModel, Waiter
 
 LOAD, UNLOAD, TICK = 1.0, 0.25, 0.25  # seconds
 
@@ -31,6 +31,7 @@ class Outcome:
     request: Request
     waited: float | None = None  # None: not admitted in time
     refused: bool = False
+    num_ahead: int = 0  # other models that requests waited for at its arrival
 
 
 class World:
@@ -68,7 +69,8 @@ class World:
 
     def _arrive(self, request: Request) -> None:
         model = self.policy.models[str(request.model)]
-        outcome = Outcome(request)
+        ahead = {each.model.name for each in self.policy.waiting} - {model.name}
+        outcome = Outcome(request, num_ahead=len(ahead))
         self.outcomes.append(outcome)
         waiter = self.policy.enter(model, self.now, self.now + request.patience, is_row=request.is_row)
 
@@ -126,6 +128,39 @@ def test_every_request_that_can_wait_is_served(requests: list[Request], needs: l
         assert outcome.waited is None or outcome.waited <= outcome.request.patience
     assert not world.policy.waiting
     assert all(each.in_use == 0 for each in world.policy.models.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(
+        st.builds(
+            Request,
+            arrival=st.floats(0, 30) | st.integers(0, 10),
+            model=st.integers(0, 4),
+            seconds=st.floats(0.01, 3),
+            patience=st.just(900.0),
+        ),
+        max_size=60,
+    ),
+    needs=st.lists(st.integers(1, 10), min_size=5, max_size=5),
+    limit=st.integers(10, 20),
+)
+def test_no_request_waits_for_more_turns_than_models_wait_before_it(
+    requests: list[Request], needs: list[int], limit: int
+) -> None:
+    """And for one turn more, in which its model gets its own: in a turn, a model stays for its residence,
+    finishes its requests and leaves, and another one is loaded."""
+    turn = max(LEAST_RESIDENCE, LOAD) + 3 + UNLOAD + LOAD + 2 * TICK
+    for outcome in World(needs, limit).run(requests):
+        assert outcome.waited is not None
+        assert outcome.waited <= (outcome.num_ahead + 1) * turn
+
+
+def test_an_idle_model_makes_room_before_the_end_of_its_residence() -> None:
+    world = World([10, 10], 10, load=8.0)
+    _, other = world.run([Request(0, 0, 0.1, 60), Request(1, 1, 0.1, 60)])
+    assert other.waited is not None
+    assert other.waited <= 8.0 + 0.1 - 1 + 2.0 + TICK + UNLOAD + 8.0, "a load, a quarter of a residence, and a load"
 
 
 def test_a_pinned_model_stays_and_others_take_turns_in_the_rest() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
-import zmq
 from safetensors.numpy import save_file
 
 from app.config.settings import Settings
@@ -24,8 +23,8 @@ from app.serving.model_policy import ModelState
 from app.serving.model_pool import ModelPool, _asked
 from app.serving.model_server import ModelServer
 from app.serving.server import Server, ServerPhase
+from engine.child import ForkServer
 from engine.errors import HeadraceError
-from engine.transport.process_client import EngineProcess
 from gpu.checkpoint import open_model
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
@@ -132,12 +131,13 @@ def test_a_deadline_of_any_number_is_a_time(pool: ModelPool, number: str) -> Non
 
 
 def test_a_lack_of_descriptors_leaves_the_server_without_a_spare_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> EngineProcess:
-        raise zmq.ZMQError(errno.EMFILE)
+    def fail(*arguments: object) -> ForkServer:
+        raise OSError(errno.EMFILE, "too many")
 
-    monkeypatch.setattr(loading, "_engine_process", fail)
+    monkeypatch.setattr(loading, "ForkServer", fail)
     spare = loading.SpareEngine()
     spare.prepare()
+    assert spare.take(Settings()) is None
     spare.close()
 
 

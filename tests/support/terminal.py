@@ -39,7 +39,9 @@ class Terminal:
         modes[3] |= termios.NOFLSH  # Ctrl-C would drop what is shown in the same moment
         termios.tcsetattr(slave, termios.TCSANOW, modes)
         self.resize(rows, columns)
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        # COLUMNS and LINES would win over the size of this terminal.
+        left_out = ("HEADRACE_", "COLUMNS", "LINES")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "app.commands.cli", *arguments],
             cwd=REPOSITORY,

@@ -15,7 +15,6 @@ namespace {
 constexpr int kStretchTiles = kStretch / kTile, kPartTiles = kPart / kTile;
 constexpr int64_t kMaxKept = 1 << 24;  // floats kept for parts that wait to be merged
 constexpr float kNothing = -1e30f;     // the maximum of a row that has seen no key
-constexpr float kLog2E = 1.44269504f;
 
 // A run of queries of one request for one KV head. Row r is query r / group of the run, head r % group.
 struct Work {

@@ -19,6 +19,7 @@
 namespace headrace {
 
 constexpr int kTile = 16;  // tokens
+constexpr float kLog2E = 1.44269504f;
 
 struct Heads {
     int32_t query;

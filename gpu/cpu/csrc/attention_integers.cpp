@@ -13,7 +13,6 @@ namespace {
 constexpr int kRows = 24;        // queries with their scores in cache
 constexpr int kQueries = 384;    // of a piece of work, which packs all keys and values for itself
 constexpr int kBytes = Blocks<kI16>::kBytes;
-constexpr float kLog2E = 1.44269504f;
 
 int pieces(int count, int size) { return (count + size - 1) / size; }
 

@@ -36,7 +36,7 @@ from protocol.openapi import document
 from protocol.operations import Operation
 from protocol.registry import ADMINISTRATION, OF_PAGES, OPERATIONS, TOKENIZER_INFO
 from tests.support.harness import Server
-from tests.support.tiny_model import tiny_server
+from tests.support.tiny_model import tiny_server, write_tiny_model
 
 
 def not_a_failure(context: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case) -> None:
@@ -72,6 +72,14 @@ EXAMPLES = {
     "/v1/messages": 12,
     "/v1/embeddings": 12,
 }
+_RERANK = {"query": "Hello", "documents": ["Hello", "Bye"]}
+OF_RERANKERS: dict[str, dict[str, Any]] = {
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": {"model": "Qwen3-Reranker-0.6B", **_RERANK},
+    "/v1/score": {"text_1": "Hello", "text_2": "Bye"},
+    "/v1/classify": {"input": "Hello"},
+}
+"""A body for each route that only rerankers and classifiers serve."""
 LEAST = 3  # of these, so that one is answered
 EVERY = pytest.mark.parametrize(
     "every",
@@ -191,12 +199,29 @@ def _simplify(case: schemathesis.Case) -> None:
 
 
 @pytest.mark.slow
+def test_scores_are_as_described(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "Qwen3-Reranker-0.6B", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    with tiny_server(model=model) as server:
+        described = schemathesis.openapi.from_dict(server.wait_ready().client.get("/openapi.json").json())
+        for path, body in OF_RERANKERS.items():
+            case = described[path]["post"].Case(body=body, media_type="application/json")
+            answer = case.call_and_validate(base_url=server.base_url, checks=CHECKS)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.slow
 def test_after_all_of_this_the_server_is_well(described: Server) -> None:
-    # Few of the drawn bodies fit this path, so one that does is sent.
-    assert described.post("/v1/embeddings", {"input": "Hello"}).status_code == 200
+    # Few of the drawn bodies fit these paths, so one that does is sent.
+    for path, fits in {"/v1/embeddings": {"input": "Hello"}, "/api/show": {"model": "tiny"}}.items():
+        answer = described.post(path, fits)
+        assert answer.status_code == 200, answer.text
     now = described.wait_idle()
     assert "Traceback" not in described.log
-    whole = [(each.path, each.method.upper()) for each in OPERATIONS if "{" not in each.path]
+    whole = [
+        (each.path, each.method.upper())
+        for each in OPERATIONS
+        if "{" not in each.path and each.path not in OF_RERANKERS  # which have a test of their own
+    ]
     never = [(path, method) for path, method in whole if not now.http_requests(path, "2xx", method)]
     assert not never, "these were never asked for anything that they give"
     body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}

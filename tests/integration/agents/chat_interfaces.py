@@ -73,9 +73,10 @@ RECORDED = [
         cache_prompt=True,
         id_slot=-1,
         post_sampling_probs=False,
-        without_effect="reasoning_format, return_progress, dynatemp_exponent, typ_p, xtc_threshold, repeat_last_n, "
-        "repeat_penalty, dry_base, dry_allowed_length, dry_penalty_last_n, samplers, timings_per_token, cache_prompt, "
-        "id_slot, post_sampling_probs",
+        without_effect="reasoning_format (did you mean reasoning_effort?), return_progress, dynatemp_exponent, "
+        "typ_p (did you mean top_p?), xtc_threshold, repeat_last_n, repeat_penalty (did you mean repetition_penalty?), "
+        "dry_base, dry_allowed_length, dry_penalty_last_n, samplers, timings_per_token, cache_prompt, id_slot, "
+        "post_sampling_probs",
     ),
     completion(
         "llama.cpp plugin",
@@ -116,7 +117,7 @@ RECORDED = [
         typical_p=1,
         mirostat=0,
         no_stop_trim=None,
-        without_effect="top_a, user_name, char_name, enable_web_search",
+        without_effect="top_a (did you mean top_p?), user_name, char_name, enable_web_search",
     ),
     chat(
         "jan",
@@ -130,8 +131,6 @@ RECORDED = [
     ),
     chat("anythingllm", "an answer", messages=_DIALOGUE, temperature=0.7, **USAGE),
     Recorded(client="open webui", shape="models", path="/v1/models", answer="models"),
-    _look("ollama client", "/api/tags"),
-    _look("ollama client", "/api/version"),
     _look("llama.cpp client", "/props"),
     _look("llama.cpp client", "/slots"),
     _look("lm studio client", "/api/v0/models"),

@@ -181,7 +181,7 @@ def test_a_long_input_is_cut_unless_the_client_forbids_it() -> None:
         server.wait_ready()
         client = ollama.Client(server.base_url, trust_env=False)
         long = "word " * 100
-        assert client.embed(NAME, long).prompt_eval_count == 63
+        assert client.embed(NAME, long).prompt_eval_count == 64
         for body in ({"input": long, "truncate": False}, {"input": long, "truncate": False, "dimensions": 4}):
             assert server.post("/api/embed", {"model": NAME, **body}).status_code == 400
         turns = [{"role": "user", "content": "word " * 5}] * 10
@@ -270,7 +270,7 @@ def test_tenants_do_not_unload_what_others_use(folder: Path) -> None:
         server.wait_ready()
         client = ollama.Client(server.base_url, headers={"authorization": "Bearer client"}, trust_env=False)
         assert client.chat("one", [], keep_alive=1).done_reason == "load"
-        with pytest.raises(ollama.ResponseError, match="keeps the model loaded"):
+        with pytest.raises(ollama.ResponseError, match="clients cannot unload this model here"):
             client.chat("one", [], keep_alive=0)
         assert [each.model for each in client.ps().models] == ["one:latest"]
 

@@ -110,5 +110,7 @@ def test_what_is_not_served_is_not_found(claude: anthropic.Anthropic, gpt: opena
         lambda: gpt.images.generate(prompt="a", model=MODEL),
         lambda: gpt.chat.completions.retrieve("chatcmpl-1"),
     ):
-        with pytest.raises((anthropic.NotFoundError, openai.NotFoundError), match="nothing at '/v1/|served for text"):
+        with pytest.raises(
+            (anthropic.NotFoundError, openai.NotFoundError), match="nothing at '/v1/|served for text|files_dir"
+        ):
             call()

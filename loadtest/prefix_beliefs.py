@@ -27,8 +27,7 @@ from engine.commands import Event, ResetPrefixCache
 from engine.frontend.async_llm import AsyncLLM
 from engine.kv_events import PrefixHashes
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, SamplingParams
-from engine.transport.data_parallel import DataParallelClient
-from engine.transport.replica import Replica
+from engine.transport.data_parallel import DataParallelClient, Replica
 
 NUM_PREFIXES, PREFIX_TOKENS = 40, 256  # as many as the caches of both hold
 PROMPTS_AT_ONCE = 16

@@ -12,15 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from msgspec import Struct
 
-from protocol.answers import (
-    CONTENT_TYPE,
-    KEEP_ALIVE,
-    AnswerContext,
-    BodyWriter,
-    ErrorEnvelope,
-    InputTokens,
-    StreamWriter,
-)
+from protocol import answers
 from protocol.body import ClientModel
 from protocol.errors import ApiError
 from protocol.request_fields import RequestFields
@@ -77,8 +69,8 @@ class GenerationRoute(Generic[R]):
     request: type[R]
     answer: type[Struct]
     id_prefix: str
-    stream_writer: Callable[[R, AnswerContext], StreamWriter]
-    body_writer: Callable[[R, AnswerContext], BodyWriter]
+    stream_writer: Callable[[R, answers.AnswerContext], answers.StreamWriter]
+    body_writer: Callable[[R, answers.AnswerContext], answers.BodyWriter]
 
 
 def _openai_error(error: ApiError, request_id: str | None) -> bytes:
@@ -105,16 +97,18 @@ class Dialect:
     counting: Mapping[str, type[RequestFields]] = field(default_factory=dict)
     others: Sequence[Operation] = ()
     error_body: Callable[[ApiError, str | None], bytes] = _openai_error
-    error_answer: type[Struct] = ErrorEnvelope
+    error_answer: type[Struct] = answers.ErrorEnvelope
     error_event: Callable[[ApiError, str | None], bytes] | None = None
     request_id_header: bytes | None = None
     shared_roots: Sequence[str] = ()
     client_header: str | None = None
-    stream_type: str = CONTENT_TYPE
-    keep_alive: bytes = KEEP_ALIVE
+    stream_type: str = answers.CONTENT_TYPE
+    keep_alive: bytes = answers.KEEP_ALIVE
 
     @property
     def operations(self) -> list[Operation]:
         generation = [generates(each.path, each.summary, each.request, each.answer) for each in self.generation]
-        counting = [asks(path, "Count its tokens.", InputTokens, model) for path, model in self.counting.items()]
+        counting = [
+            asks(path, "Count its tokens.", answers.InputTokens, model) for path, model in self.counting.items()
+        ]
         return [*generation, *counting, *self.others]

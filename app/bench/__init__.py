@@ -4,6 +4,5 @@ In reading order:
 
 driver   Sends a workload to a server and records every answer.
 serve    `headrace bench serve`: a workload against any OpenAI-compatible server.
-offline  `headrace bench latency` and `headrace bench throughput`: the model in this process.
-startup  `headrace bench startup`: from exec to the first answer, to ready, to the first token.
+offline  `headrace bench latency` and `throughput`: the model in this process; `startup`: starts of a server.
 """

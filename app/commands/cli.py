@@ -20,19 +20,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
+from app.config import sources
 from app.config.setting_types import has_password, is_secret
 from app.config.settings import Settings, SettingsError
-from app.config.sources import (
-    CONFIG_VARIABLE,
-    Given,
-    allowed_values,
-    check_settings,
-    env_name,
-    flag_name,
-    given_settings,
-    shown,
-    unknown_flag,
-)
 from engine.errors import HeadraceError
 
 
@@ -58,7 +48,7 @@ def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
     command: Command | None = options.pop("command", None)
     parser: _CommandParser = options.pop("parser")
     if rest:
-        raise SettingsError(unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
+        raise SettingsError(sources.unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
     if command is None:
         parser.print_help()
         return 0
@@ -66,10 +56,10 @@ def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
         return command.run(**options)
     config_file = options.pop("config")
     flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
-    given = given_settings(flags, config_file)
+    given = sources.given_settings(flags, config_file)
     if command.wants_sources:
         options["given"] = given
-    return command.run(check_settings(given), **options)
+    return command.run(sources.check_settings(given), **options)
 
 
 def serve(settings: Settings) -> int:
@@ -223,7 +213,7 @@ COMMANDS: dict[str, Command | CommandGroup] = {
                 "Generate for many prompts at once, without a server.",
                 in_help=OF_THE_ENGINE,
             ),
-            "startup": Command.at("app.bench.startup", "Start servers, cold and warm.", in_help=OF_THE_ENGINE),
+            "startup": Command.at("app.bench.offline:startup", "Start servers, cold and warm.", in_help=OF_THE_ENGINE),
         },
     ),
 }
@@ -339,8 +329,8 @@ def _add_commands(parser: ArgumentParser, commands: Mapping[str, Command | Comma
             about["usage"] = f"{parser.prog} {name} {model}[--config FILE] [--SETTING VALUE ...]"
             examples = f"For example: {parser.prog} serve Qwen/Qwen3-0.6B --port 9000. " * (name == "serve")
             about["epilog"] = (
-                f"{examples}Each setting is also an environment variable ({flag_name('max_num_seqs')} is "
-                f"{env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the "
+                f"{examples}Each setting is also an environment variable ({sources.flag_name('max_num_seqs')} is "
+                f"{sources.env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the "
                 "environment, the environment over the file."
             )
         children.add_parser(name, command=entry, **about)
@@ -367,7 +357,9 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             const="",
             help="--model's value.",
         )
-    settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
+    settings.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {sources.CONFIG_VARIABLE}."
+    )
     groups, group = dict.fromkeys(MOST_USED, settings), settings
     for name in Settings.model_fields:
         group = parser.add_argument_group(GROUPS[name]) if name in GROUPS and every else group
@@ -376,11 +368,11 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
         field = Settings.model_fields[name]
         # Values stay text here: pydantic checks them, with the same errors as for the environment and the file.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name, "action": _Once}
-        default = "" if field.default in (None, ()) else f" Default: {shown(field.default)}."
+        default = "" if field.default in (None, ()) else f" Default: {sources.shown(field.default)}."
         if field.annotation is bool:
             options |= {"action": _OnceOrNot, "help": f"{field.description}{default}"}
         else:
-            limits = allowed_values(field)
+            limits = sources.allowed_values(field)
             options["const"] = ", with commas between the values" if get_origin(field.annotation) is tuple else ""
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
         if name == "served_model_name":
@@ -389,7 +381,7 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             options["action"] = _Several
         if name not in in_help:
             options["help"] = argparse.SUPPRESS
-        group.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
+        group.add_argument(sources.flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
 
 
 if __name__ == "__main__":
@@ -405,7 +397,7 @@ def add_flags(parser: ArgumentParser) -> None:
     shown.add_argument("--given", dest="only_given", action="store_true", help="Leave the defaults out.")
 
 
-def run(settings: Settings, *, given: Mapping[str, Given], only_given: bool) -> int:
+def run(settings: Settings, *, given: Mapping[str, sources.Given], only_given: bool) -> int:
     """Print TOML that `--config` accepts, without the values of secrets."""
     for name, field in Settings.model_fields.items():
         if name not in given and only_given:

@@ -13,14 +13,7 @@ import orjson
 from anyio import to_thread
 
 from app.http.scope import RequestScope
-from app.serving.generation import (
-    GenerationTask,
-    count_tokens,
-    generate,
-    new_head,
-    parse,
-    warn_of_left_out,
-)
+from app.serving.generation import GenerationTask, count_tokens, generate, new_head, parse, warn_of_left_out
 from app.serving.model_server import ModelHandler, ModelServer
 from engine.messages import Pooling
 from protocol.answers import AnswerContext, BodyWriter, Detokenized, InputTokens, StreamWriter, Tokens, encode

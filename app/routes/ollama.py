@@ -25,17 +25,8 @@ from engine.errors import HeadraceError
 from protocol.answers import Version, encode
 from protocol.body import parse_body
 from protocol.errors import ApiError
+from protocol.ollama import output
 from protocol.ollama.dialect import OLLAMA_VERSION
-from protocol.ollama.output import (
-    STREAM_TYPE,
-    LinesWriter,
-    ObjectWriter,
-    VectorsWriter,
-    json_line,
-    load_body,
-    timestamp,
-    vectors_body,
-)
 from protocol.ollama.requests import OPTION_NAMES, EmbedRequest, NamedModelRequest, OllamaRequest
 from protocol.tools.unsupported import IgnoredParts
 
@@ -51,7 +42,7 @@ async def answer(kind: type[OllamaRequest], pool: ModelPool, request: RequestSco
         given.check_fields()
     if given.only_loads and given.keep_alive == 0:
         await _unload(pool, model)
-        await request.send_json(200, load_body(given, given.model or model.name, time.time(), "unload"))
+        await request.send_json(200, output.load_body(given, given.model or model.name, time.time(), "unload"))
         return
     asked = Asked(stream=given.stream, timeout=given.timeout, ttft_timeout=given.ttft_timeout)
     async with pool.use(model, request, asked, streams=not given.only_loads):
@@ -64,9 +55,11 @@ async def _answer(given: OllamaRequest, server: ModelServer, request: RequestSco
     _keep(given.keep_alive, server, request)
     if given.only_loads:
         await warn_of_left_out(server, request, given)
-        await request.send_json(200, load_body(given, name, time.time(), "load"))
+        await request.send_json(200, output.load_body(given, name, time.time(), "load"))
         return
-    await generation.answer(given, server, request, "ollama-", LinesWriter, ObjectWriter, cuts_to_fit=given.truncate)
+    await generation.answer(
+        given, server, request, "ollama-", output.LinesWriter, output.ObjectWriter, cuts_to_fit=given.truncate
+    )
 
 
 async def embed(kind: type[EmbedRequest], server: ModelServer, request: RequestScope) -> None:
@@ -77,9 +70,9 @@ async def embed(kind: type[EmbedRequest], server: ModelServer, request: RequestS
     _keep(given.keep_alive, server, request)
     await warn_of_left_out(server, request, given)
     if not given.texts:
-        await request.send_json(200, vectors_body(given, name))
+        await request.send_json(200, output.vectors_body(given, name))
         return
-    await generation.embed(server, request, given.translate(), partial(VectorsWriter, given))
+    await generation.embed(server, request, given.translate(), partial(output.VectorsWriter, given))
 
 
 def _keep(seconds: float | None, model: ModelServer, request: RequestScope) -> None:
@@ -132,7 +125,7 @@ async def loaded_models(pool: ModelPool, request: RequestScope) -> None:
             more: dict[str, Any] = {"expires_at": FOR_EVER, "context_length": info.max_model_len}
             if model.idle_unload < _LONGEST and not model.pinned:
                 idle = 0.0 if model.in_use else time.monotonic() - model.last_used
-                more["expires_at"] = timestamp(time.time() + model.idle_unload - idle)
+                more["expires_at"] = output.timestamp(time.time() + model.idle_unload - idle)
             if info.facts.compute_form.startswith("cpu"):
                 more["size_vram"] = 0
             shown += [each | more for each in await _named(model)]
@@ -217,7 +210,7 @@ def _facts(model: ModelServer) -> dict[str, Any]:
     with suppress(FileNotFoundError):  # they may be deleted while it is loaded
         if (files := _files_of(model)) is not None:
             return _facts_of(files)
-    return {"size": 0, "digest": "", "modified_at": timestamp(0.0), "details": {}}
+    return {"size": 0, "digest": "", "modified_at": output.timestamp(0.0), "details": {}}
 
 
 def _facts_of(files: ModelFiles) -> dict[str, Any]:
@@ -228,7 +221,7 @@ def _facts_of(files: ModelFiles) -> dict[str, Any]:
     return {
         "size": sum(state.st_size for state in states),
         "digest": model_digest(files).hex(),
-        "modified_at": timestamp(max((state.st_mtime for state in states), default=0.0)),
+        "modified_at": output.timestamp(max((state.st_mtime for state in states), default=0.0)),
         "details": {
             "parent_model": "",
             "format": "safetensors" if isinstance(files.tensors, tuple | None) else "gguf",
@@ -273,13 +266,13 @@ async def pull(pool: ModelPool, request: RequestScope) -> None:
             ended.set()
 
     if given.stream:
-        keep_alive = server.settings.sse_keep_alive or math.inf, json_line({"status": "pulling"})
-        await request.start_stream(STREAM_TYPE, error_frame=request.error_event, keep_alive=keep_alive)
+        keep_alive = server.settings.sse_keep_alive or math.inf, output.json_line({"status": "pulling"})
+        await request.start_stream(output.STREAM_TYPE, error_frame=request.error_event, keep_alive=keep_alive)
         request.start_soon(fetch)
         shown = None
         while status != shown or not ended.is_set():
             if status != shown:
-                await request.send_chunk(json_line(shown := status))
+                await request.send_chunk(output.json_line(shown := status))
             with anyio.move_on_after(_LOOK_EVERY):
                 await ended.wait()
     else:
@@ -287,7 +280,7 @@ async def pull(pool: ModelPool, request: RequestScope) -> None:
     if failed:
         raise failed[0]
     if given.stream:
-        await request.end_stream(json_line({"status": "success"}))
+        await request.end_stream(output.json_line({"status": "success"}))
     else:
         await request.send_json(200, orjson.dumps({"status": "success"}))
 

@@ -14,14 +14,7 @@ from app.admission.admission import Limit
 from app.http.scope import RequestScope
 from app.runtime import INLINE_BODY_BYTES, weight_so_far
 from app.serving.endpoint import BackgroundScope, follow
-from app.serving.generation import (
-    GenerationTask,
-    count_tokens,
-    generate,
-    new_head,
-    parse,
-    warn_of_left_out,
-)
+from app.serving.generation import GenerationTask, count_tokens, generate, new_head, parse, warn_of_left_out
 from app.serving.model_server import ModelServer
 from app.serving.response_store import EventLog, RunningResponse, StoredResponse
 from app.serving.server import Server

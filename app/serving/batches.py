@@ -27,22 +27,7 @@ from app.admission.tenants import Tenant
 from app.http.scope import IN_BATCH, decode_headers
 from app.serving.files import FileStore, append_to
 from app.serving.server import Server, ServerPhase
-from protocol.openai.batches import (
-    BEGINNING,
-    MAX_ERRORS,
-    MAX_ROWS,
-    Batch,
-    BatchError,
-    BatchErrors,
-    BatchUsage,
-    RequestCounts,
-    Row,
-    check_row,
-    count,
-    read_row,
-    read_written_row,
-    written_row,
-)
+from protocol.openai import batches
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +46,7 @@ class BatchRows:
     one at a time."""
 
     def __init__(self, source: Path, output: Path, errors: Path, max_line: int) -> None:
-        self.counts, self.usage = RequestCounts(), BatchUsage()
+        self.counts, self.usage = batches.RequestCounts(), batches.BatchUsage()
         self.model: str | None = None
         self.num_bytes = 0  # written
         self._max_line = max_line
@@ -71,25 +56,27 @@ class BatchRows:
         self._done: set[str] = set()
         self._rows = self._unanswered()
 
-    def check(self, endpoint: str | None) -> list[BatchError]:
+    def check(self, endpoint: str | None) -> list[batches.BatchError]:
         """Return what is wrong with the input file, at most `MAX_ERRORS`. Counts the rows."""
         seen: set[str] = set()
-        errors: list[BatchError] = []
+        errors: list[batches.BatchError] = []
         for number, line in self._lines():
             self.counts.total += 1
-            if self.counts.total > MAX_ROWS:
-                return [BatchError("too_many_rows", f"The file has more than {MAX_ROWS} lines. Split it.")]
+            if self.counts.total > batches.MAX_ROWS:
+                return [
+                    batches.BatchError("too_many_rows", f"The file has more than {batches.MAX_ROWS} lines. Split it.")
+                ]
             if len(line) > self._max_line:
                 words = f"The line is longer than {self._max_line} bytes (max_body_bytes). Shorten it."
-                errors.append(BatchError("line_too_long", words, number))
-            elif (error := check_row(line, number, endpoint, seen)) is not None:
+                errors.append(batches.BatchError("line_too_long", words, number))
+            elif (error := batches.check_row(line, number, endpoint, seen)) is not None:
                 errors.append(error)
-            if len(errors) == MAX_ERRORS:
+            if len(errors) == batches.MAX_ERRORS:
                 break
             if not number % 64:
                 time.sleep(1e-4)  # release the GIL for the event loop
         if not self.counts.total:
-            return [BatchError("empty_file", "The file has no lines.")]
+            return [batches.BatchError("empty_file", "The file has no lines.")]
         return errors
 
     def open(self) -> None:
@@ -103,7 +90,7 @@ class BatchRows:
                     if line.endswith(b"\n"):
                         self._count(line)
                         end += len(line)
-                    elif line[: len(BEGINNING)] != BEGINNING[: len(line)]:
+                    elif line[: len(batches.BEGINNING)] != batches.BEGINNING[: len(line)]:
                         raise ValueError("not a line of a batch")
             file.truncate(end)
 
@@ -111,21 +98,21 @@ class BatchRows:
     def num_written(self) -> int:
         return self.counts.completed + self.counts.failed
 
-    def next(self) -> Row | None:
+    def next(self) -> batches.Row | None:
         """Return the next row without an answer; None if there is none left."""
         return next(self._rows, None)
 
-    def write(self, row: Row, answer: Answer) -> None:
+    def write(self, row: batches.Row, answer: Answer) -> None:
         """Append the answer of a row."""
         status, headers, body = answer
         request_id = headers.get("x-request-id", "")
         response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
-        self._append(self._paths[status >= 400], written_row(row, response))
+        self._append(self._paths[status >= 400], batches.written_row(row, response))
 
     def write_rest(self, code: str, message: str) -> None:
         """Append an error for every row without an answer."""
         for row in self._unanswered():
-            self._append(self._paths[1], written_row(row, None, {"code": code, "message": message}))
+            self._append(self._paths[1], batches.written_row(row, None, {"code": code, "message": message}))
 
     def close(self) -> None:
         """Flush the files to the disk and close them."""
@@ -140,7 +127,7 @@ class BatchRows:
         self._count(line)
 
     def _count(self, line: bytes) -> None:
-        written = read_written_row(line)
+        written = batches.read_written_row(line)
         self._done.add(written.custom_id)
         self.num_bytes += len(line)
         if written.body:
@@ -148,11 +135,11 @@ class BatchRows:
             self.model = self.model or written.body.get("model")
         else:
             self.counts.failed += 1
-        count(self.usage, written.body)
+        batches.count(self.usage, written.body)
 
-    def _unanswered(self) -> Iterator[Row]:
+    def _unanswered(self) -> Iterator[batches.Row]:
         for _, line in self._lines():
-            row = read_row(line)
+            row = batches.read_row(line)
             if row.custom_id not in self._done:
                 yield row
 
@@ -169,7 +156,7 @@ class BatchRows:
                     yield number, begun
 
 
-async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
+async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: batches.Row) -> Answer:
     """Send a row to a route, and return the answer."""
     head: dict[str, Any] = {"status": 0, "headers": []}
     pieces: list[bytes] = []
@@ -193,7 +180,7 @@ async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: Row) -> Answer:
 
 async def answer_rows(
     rows: BatchRows,
-    answer: Callable[[Row], Awaitable[Answer]],
+    answer: Callable[[batches.Row], Awaitable[Answer]],
     limiter: CapacityLimiter,
     saved: Callable[[], Awaitable[None]] | None = None,
 ) -> bool:
@@ -227,7 +214,9 @@ async def answer_rows(
     return not is_ending
 
 
-async def _answer_in_the_end(row: Row, answer: Callable[[Row], Awaitable[Answer]], limiter: CapacityLimiter) -> Answer:
+async def _answer_in_the_end(
+    row: batches.Row, answer: Callable[[batches.Row], Awaitable[Answer]], limiter: CapacityLimiter
+) -> Answer:
     """Send a row again until the server accepts it, and return the answer."""
     wait = LEAST_WAIT
     while True:
@@ -268,7 +257,7 @@ class BatchRunner:
                 with anyio.move_on_after(POLL_SECONDS):
                     await self.changed.wait()
 
-    def _start(self, active: list[tuple[str, Batch, bool]], task_group: anyio.abc.TaskGroup) -> None:
+    def _start(self, active: list[tuple[str, batches.Batch, bool]], task_group: anyio.abc.TaskGroup) -> None:
         tenants = {tenant.name: tenant for tenant in self._server.tenants.all}
         at_once = Counter(tenant for tenant, batch, _ in active if batch.id in self._running)
         for name, batch, is_cancelled in active:
@@ -284,7 +273,7 @@ class BatchRunner:
                 self._running[batch.id] = anyio.CancelScope()
                 task_group.start_soon(self._run, name, tenants.get(name), batch)
 
-    async def _run(self, name: str, tenant: Tenant | None, batch: Batch) -> None:
+    async def _run(self, name: str, tenant: Tenant | None, batch: batches.Batch) -> None:
         try:
             await self._answer_batch(name, tenant, batch)
         except Exception:  # such as a full disk
@@ -295,7 +284,7 @@ class BatchRunner:
             self._cancelled.discard(batch.id)
             self.changed.set()
 
-    async def _answer_batch(self, name: str, tenant: Tenant | None, batch: Batch) -> None:
+    async def _answer_batch(self, name: str, tenant: Tenant | None, batch: batches.Batch) -> None:
         store, run = self._store, to_thread.run_sync
         hexadecimal = batch.id.removeprefix("batch_")
         outputs = {"output": f"file-{hexadecimal}-output", "error": f"file-{hexadecimal}-errors"}
@@ -304,10 +293,10 @@ class BatchRunner:
         try:
             errors = await run(rows.check, batch.endpoint)
         except FileNotFoundError:
-            errors = [BatchError("missing_file", "The input file is no longer in files_dir. Upload it again.")]
+            errors = [batches.BatchError("missing_file", "The input file is no longer in files_dir. Upload it again.")]
         batch.request_counts = rows.counts
         if errors:
-            batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), BatchErrors(errors)
+            batch.status, batch.failed_at, batch.errors = "failed", int(time.time()), batches.BatchErrors(errors)
             await run(store.save, batch)
             return
         await run(rows.open)
@@ -319,7 +308,7 @@ class BatchRunner:
             if rows.num_bytes > room:
                 self._running[batch.id].cancel()
 
-        async def answer(row: Row) -> Answer:
+        async def answer(row: batches.Row) -> Answer:
             assert tenant is not None
             answered = await answer_row(self._endpoints[batch.endpoint], tenant, row)
             is_ending = self._server.phase in (ServerPhase.STOPPING, ServerPhase.FAILED)
@@ -353,7 +342,7 @@ class BatchRunner:
         setattr(batch, f"{status}_at", int(time.time()))
         await save()
 
-    def _keep(self, name: str, batch: Batch, what: str, file_id: str) -> str | None:
+    def _keep(self, name: str, batch: batches.Batch, what: str, file_id: str) -> str | None:
         """Add the output or the error file to the store, and return its id; None if it is empty."""
         if not self._store.path(file_id).stat().st_size:
             self._store.path(file_id).unlink()

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -406,24 +406,8 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         from gpu.model_loader import import_what_computes
         from gpu.runner.runner import WorkerOptions
 
-    options = WorkerOptions(
-        dtype=settings.dtype,
-        quantization=settings.quantization,
-        device=settings.device,
-        num_threads=settings.num_threads,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        block_size=settings.block_size,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        kv_cache_memory=settings.kv_cache_memory,
-        kv_cache_share=kv_cache_share,
-        state_checkpoint_share=settings.state_checkpoint_share,
-        kv_cache_dir=settings.kv_cache_dir,
-        kv_cache_dir_size=settings.kv_cache_dir_size,
-        kv_cache_ram=settings.kv_cache_ram,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-    )
+    names = {field.name for field in fields(WorkerOptions)} & Settings.model_fields.keys()
+    options = WorkerOptions(**{name: getattr(settings, name) for name in names}, kv_cache_share=kv_cache_share)
     if settings.has_rank_processes:
         from app.serving.rank_main import RankLog
         from gpu.parallel.multiproc import MultiprocExecutor

@@ -3,7 +3,6 @@
 In reading order:
 
 heartbeat     The heartbeat that a watchdog reads from another thread or process.
-failures      The search for the request that makes steps fail.
 participants  Step costs, expert load and profiles: what acts around each step.
 core          `EngineCore.step`.
 """

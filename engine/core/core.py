@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,21 +16,8 @@ from itertools import islice
 
 import msgspec
 
-from engine.commands import (
-    AddRequests,
-    Answered,
-    Ask,
-    Break,
-    ChargeTenants,
-    Close,
-    Command,
-    Event,
-    FinishRequests,
-    GetSnapshot,
-    SetLogLevel,
-)
+from engine import commands
 from engine.config import Clock, EngineConfig
-from engine.core.failures import Quarantine
 from engine.core.heartbeat import Heartbeat
 from engine.core.participants import Device, ExpertLoad, Handler, Hooks, StepCosts, StepProfiler
 from engine.costs.table import StepBudget, StepCostTable
@@ -38,7 +25,7 @@ from engine.errors import EngineDead, InvalidRequest, StepAbandoned
 from engine.executor import Executor, FailedStep, KeepsBlocks, StepHandle
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
 from engine.plan import SchedulerOutput
-from engine.scheduler.request import FINISH_REASONS
+from engine.scheduler.request import FINISH_REASONS, Request
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.steps import EndedStep
 from engine.snapshot import EngineSnapshot, StepOutcome, StepSnapshot
@@ -54,7 +41,7 @@ MAX_FAILURES_IN_A_ROW = 16
 
 NUM_STEPS_KEPT = 128  # for snapshots
 MOST_TENANTS = 64  # that a snapshot describes
-EVERYTHING = GetSnapshot()
+EVERYTHING = commands.GetSnapshot()
 
 IsAbandoned = Callable[[Sequence[str]], bool]
 
@@ -125,14 +112,14 @@ class EngineCore:
             closing=(step_costs, structured, kv.tiers, device),
         )
         self._handlers: dict[type, Handler] = {
-            AddRequests: self._add_all,
-            FinishRequests: self._finish_all,
-            ChargeTenants: lambda command: self.scheduler.shares.charge_elsewhere(command.served),
-            SetLogLevel: lambda command: logging.getLogger().setLevel(command.level.upper()),
-            Ask: self._answer,
-            Break: self._break,
-            Close: self._close,
-            GetSnapshot: self.snapshot,
+            commands.AddRequests: self._add_all,
+            commands.FinishRequests: self._finish_all,
+            commands.ChargeTenants: lambda command: self.scheduler.shares.charge_elsewhere(command.served),
+            commands.SetLogLevel: lambda command: logging.getLogger().setLevel(command.level.upper()),
+            commands.Ask: self._answer,
+            commands.Break: self._break,
+            commands.Close: self._close,
+            commands.GetSnapshot: self.snapshot,
             **self._hooks.handles,
         }
 
@@ -142,33 +129,33 @@ class EngineCore:
 
     # --- commands
 
-    def carry_out(self, command: Command) -> Event | None:
+    def carry_out(self, command: commands.Command) -> commands.Event | None:
         """Carry out a command of the front end between two steps. Returns its answer, or None."""
-        event: Event | None = self._handlers[type(command)](command)
+        event: commands.Event | None = self._handlers[type(command)](command)
         return event
 
-    def _answer(self, ask: Ask) -> Answered:
+    def _answer(self, ask: commands.Ask) -> commands.Answered:
         try:
-            return Answered(ask.number, self._handlers[type(ask.question)](ask.question))
+            return commands.Answered(ask.number, self._handlers[type(ask.question)](ask.question))
         except Exception as error:  # a snapshot must not end the engine
             logger.exception("%s could not be answered", type(ask.question).__name__)
-            return Answered(ask.number, None, f"the engine could not answer ({type(error).__name__})")
+            return commands.Answered(ask.number, None, f"the engine could not answer ({type(error).__name__})")
 
-    def _add_all(self, command: AddRequests) -> None:
+    def _add_all(self, command: commands.AddRequests) -> None:
         for request in command.requests():
             if request.request_id in self.scheduler.requests:
                 logger.error("request %s arrived twice; the second one is ignored", request.request_id)
             else:
                 self.add(request)
 
-    def _finish_all(self, command: FinishRequests) -> None:
+    def _finish_all(self, command: commands.FinishRequests) -> None:
         for request_id in command.request_ids:
             self.finish_request(request_id, command.reason)
 
-    def _break(self, command: Break) -> None:
+    def _break(self, command: commands.Break) -> None:
         raise command.error
 
-    def _close(self, command: Close) -> None:
+    def _close(self, command: commands.Close) -> None:
         self.is_closed = True
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -192,7 +179,7 @@ class EngineCore:
         """End a request from outside. Unknown and finished ids are a no-op."""
         self.scheduler.finish_request(request_id, _STATUS_OF[reason])
 
-    def snapshot(self, asked: GetSnapshot = EVERYTHING) -> EngineSnapshot:
+    def snapshot(self, asked: commands.GetSnapshot = EVERYTHING) -> EngineSnapshot:
         """Return a snapshot of the engine and its requests."""
         scheduler, now = self.scheduler, self.clock()
         running = islice(scheduler.running.values(), asked.most_requests)
@@ -394,3 +381,53 @@ class EngineCore:
         """Release everything: the grammars' threads, the tiers and the device."""
         for close in self._hooks.close:
             close(self.is_closed)
+
+
+class Quarantine:
+    """The search for the requests that make a step fail, so that the others go on.
+
+    When a step raises, its requests are put back and become suspects. While there are suspects, only a part of them
+    runs at a time: half of those that failed together, then half of that half. A part that completes the work of the
+    failed step is cleared; a suspect that fails alone is faulty. With k faulty among n requests, this takes about
+    k * 2 * log2(n) steps. If an error occurs only in a large batch (memory), or only once, no request is found faulty
+    and none ends.
+    """
+
+    def __init__(self) -> None:
+        # Groups of suspects, of which the first runs alone: how many tokens each must have computed to be cleared.
+        self._groups: deque[dict[str, int]] = deque()
+
+    @property
+    def suspects(self) -> set[str] | None:
+        """The requests that may run in the next step; None if all may."""
+        return set(self._groups[0]) if self._groups else None
+
+    def split(self, failed: Mapping[str, int]) -> str | None:
+        """Record that a step with these requests failed; the values are how many tokens it would have computed of each.
+
+        Returns the faulty request, if this was the failure of a single suspect.
+        """
+        suspects = self._groups.popleft() if self._groups else {}
+        unharmed = {request_id: mark for request_id, mark in suspects.items() if request_id not in failed}
+        if unharmed:
+            self._groups.appendleft(unharmed)
+        ids = list(failed)
+        if ids == list(suspects) and len(ids) == 1:
+            return ids[0]
+        middle = (len(ids) + 1) // 2
+        for part in (ids[middle:], ids[:middle]):
+            if part:
+                self._groups.appendleft({request_id: failed[request_id] for request_id in part})
+        return None
+
+    def clear(self, living: Mapping[str, Request]) -> None:
+        """Clear suspects that have computed enough tokens or have ended. Called before each step."""
+        while self._groups:
+            group = self._groups[0]
+            for request_id in list(group):
+                request = living.get(request_id)
+                if request is None or request.num_computed_tokens >= group[request_id]:
+                    del group[request_id]
+            if group:
+                return
+            self._groups.popleft()

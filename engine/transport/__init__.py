@@ -7,6 +7,5 @@ client          `EngineClient`, the front end's interface; an engine in a thread
 wire            Messages between processes as msgpack, and the addresses of their sockets.
 process_client  `EngineClient` for an engine process on this machine.
 process_core    The engine's side of a process boundary.
-replica         One engine of several, and the merging of their events.
 data_parallel   `EngineClient` for several engines, and their restarts.
 """

@@ -36,25 +36,3 @@ from gpu.checkpoint.quantized_rows import QuantizedRows
 from gpu.checkpoint.resolve import LOAD_FORMATS, fetch_repository, models_here, open_model
 from gpu.checkpoint.scorer import Scorer
 from gpu.checkpoint.tokenizers import is_known as is_known_tokenizer
-
-__all__ = [
-    "EMBEDDED_CHAT",
-    "EMBEDDED_MODEL",
-    "LOAD_FORMATS",
-    "SAMPLING_FIELDS",
-    "Embedder",
-    "ModelConfig",
-    "ModelError",
-    "ModelFiles",
-    "Progress",
-    "QuantizedRows",
-    "RopeScaling",
-    "Scorer",
-    "default_cache_dir",
-    "fetch_repository",
-    "is_known_tokenizer",
-    "model_digest",
-    "models_here",
-    "open_model",
-    "weight_paths",
-]

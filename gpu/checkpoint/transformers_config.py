@@ -13,17 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu.checkpoint import hf_config
 from gpu.checkpoint.config import FIELDS, ModelConfig, ModelError, check_field, shown
 from gpu.checkpoint.families.table import FAMILIES
-from gpu.checkpoint.hf_config import (
-    FULL,
-    SLIDING,
-    WITH_TRANSFORMERS,
-    check_config,
-    dtype_of,
-    token_ids,
-    unknown_architecture,
-)
 from gpu.checkpoint.hf_files import read_header
 
 logger = logging.getLogger(__name__)
@@ -51,7 +43,7 @@ def config_from_transformers(
     """Return the configuration of a decoder that the installed transformers implements. `tensors` are its files.
     Raises `ModelError` for other models, and if transformers is not installed."""
     if find_spec("transformers") is None:
-        raise ModelError(f"{source}: model_impl=transformers cannot work. {WITH_TRANSFORMERS}")
+        raise ModelError(f"{source}: model_impl=transformers cannot work. {hf_config.WITH_TRANSFORMERS}")
     if tensors is None:
         raise ModelError(f"{source}: load_format=dummy is not supported for models that transformers computes.")
     from transformers import AutoConfig
@@ -61,7 +53,7 @@ def config_from_transformers(
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
     if not isinstance(decoder, str) or named != [decoder]:
         others = "It is no decoder that the installed transformers implements; code that auto_map names is never run."
-        raise unknown_architecture(named, source, others)
+        raise hf_config.unknown_architecture(named, source, others)
     if "auto_map" in values:
         logger.warning("%s: the code that auto_map names is not run; transformers' own %s is", source, decoder)
     try:
@@ -82,13 +74,15 @@ def config_from_transformers(
         **sizes,
         architecture=decoder,
         intermediate_size=1,  # nothing reads it
-        torch_dtype=dtype_of(values, source),
-        eos_token_ids=tuple(dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=source)])),
-        bos_token_id=next(iter(token_ids(values, "bos_token_id", source=source)), None),
+        torch_dtype=hf_config.dtype_of(values, source),
+        eos_token_ids=tuple(
+            dict.fromkeys([*eos_token_ids, *hf_config.token_ids(values, "eos_token_id", source=source)])
+        ),
+        bos_token_id=next(iter(hf_config.token_ids(values, "bos_token_id", source=source)), None),
         numbers={"num_weights": sum(math.prod(each.shape) for path in tensors for each in read_header(path).values())},
         transformers_dir=str(directory),
     )
-    check_config(checked, source=source)
+    hf_config.check_config(checked, source=source)
     return checked
 
 
@@ -97,7 +91,7 @@ def _refusals(config: Any, values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("quantization_config"):
         yield f"quantization_config={shown(values['quantization_config'])}"
     for kind in getattr(config, "layer_types", None) or ():
-        if kind not in (FULL, SLIDING):
+        if kind not in (hf_config.FULL, hf_config.SLIDING):
             yield f"{kind!r} of layer_types"
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *rope.values()):

@@ -29,30 +29,3 @@ from gpu.kernels.logits import LogprobTensors, add_bias, apply_bitmask, apply_pe
 from gpu.kernels.rope import rope_and_cache
 from gpu.kernels.sample import sample_tokens
 from gpu.kernels.step import record_step, scatter_words, step_inputs
-
-__all__ = [
-    "AttentionWork",
-    "Groups",
-    "LogprobTensors",
-    "add_bias",
-    "add_rms_norm",
-    "apply_bitmask",
-    "apply_penalties",
-    "clamped_swiglu",
-    "combine",
-    "compute_logprobs",
-    "gather_rows",
-    "gelu_and_mul",
-    "group_rows",
-    "grouped_linear",
-    "list_attention_work",
-    "paged_attention",
-    "record_step",
-    "rope_and_cache",
-    "route",
-    "route_in_groups",
-    "sample_tokens",
-    "scatter_words",
-    "silu_and_mul",
-    "step_inputs",
-]

@@ -4,7 +4,6 @@ In reading order:
 
 layers            Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
 state_layers      Layers with a state for each request: short convolutions, Mamba 2, gated delta nets.
-latent_attention  Attention over a latent for each token.
 blocks            A transformer's layer: attention, feed-forward network, experts.
 gemma             The layers of Gemma 3n and 4, and their per-layer embeddings.
 decoder           The decoder-only transformer, built from a model's specification.

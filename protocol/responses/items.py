@@ -12,17 +12,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from protocol.body import (
-    ClientModel,
-    OneOf,
-    at_most,
-    at_most_inside,
-    fail_fast,
-    page_body,
-    page_order,
-    page_size,
-    with_type,
-)
+from protocol import body
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
 from protocol.responses.tools import (
@@ -42,7 +32,7 @@ MAX_LISTED = 100  # on a page
 DEFAULT_LISTED = 20
 
 
-class MessageItem(ClientModel):
+class MessageItem(body.ClientModel):
     """A message of the conversation. Its `phase` is only returned: templates know a preamble by the call after it."""
 
     type: Literal["message"] = "message"
@@ -61,23 +51,25 @@ class MessageItem(ClientModel):
         return _with_phase(item, self.phase)
 
 
-class _ReasoningText(ClientModel):
+class _ReasoningText(body.ClientModel):
     text: str
 
 
-class ReasoningItem(ClientModel):
+class ReasoningItem(body.ClientModel):
     """The model's thoughts. `summary` and `encrypted_content`, which are empty here, are accepted without effect."""
 
     type: Literal["reasoning"]
     id: str = Field(default_factory=lambda: new_id("rs"))
-    content: Annotated[list[_ReasoningText], fail_fast, at_most(MAX_PARTS, "parts")] = Field(default_factory=list)
+    content: Annotated[list[_ReasoningText], body.fail_fast, body.at_most(MAX_PARTS, "parts")] = Field(
+        default_factory=list
+    )
     status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
         return reasoning_item(self.id, [part.text for part in self.content], self.status)
 
 
-class ItemReference(ClientModel):
+class ItemReference(body.ClientModel):
     """A reference to an item of an earlier response that this server stores."""
 
     type: Literal["item_reference"]
@@ -111,10 +103,12 @@ def _is_unsupported(kind: str) -> bool:
 
 
 _Item = Annotated[
-    Item | ItemReference | Annotated[UnsupportedEntry, with_type({"enum": list(_UNSUPPORTED)})],
-    OneOf(default="message", others=_is_unsupported),
+    Item | ItemReference | Annotated[UnsupportedEntry, body.with_type({"enum": list(_UNSUPPORTED)})],
+    body.OneOf(default="message", others=_is_unsupported),
 ]
-Items = Annotated[list[_Item], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_ITEMS, "items")]
+Items = Annotated[
+    list[_Item], body.fail_fast, body.at_most_inside(MAX_PARTS_IN_ALL, "parts"), body.at_most(MAX_ITEMS, "items")
+]
 
 _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(list[_Item], config=ConfigDict(defer_build=True))
 
@@ -167,15 +161,15 @@ def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
 
     Raises `ApiError` 400 for a wrong query.
     """
-    order, after = page_order(query), query.get("after")
-    limit = page_size(query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
+    order, after = body.page_order(query), query.get("after")
+    limit = body.page_size(query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
     ordered = list(items) if order == "asc" else list(reversed(items))
     ids = [item["id"] for item in ordered]
     if after is not None and after not in ids:
         raise ApiError(400, f"after must be the id of one of the items, got {shown(after)}.", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = ordered[start : start + limit]
-    return page_body(page, has_more=start + len(page) < len(ordered), object="list")
+    return body.page_body(page, has_more=start + len(page) < len(ordered), object="list")
 
 
 def _output_text(text: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:

@@ -14,14 +14,7 @@ from typing import Protocol
 
 import orjson
 
-from protocol.syntax.message_parts import (
-    ContentDelta,
-    MessagePart,
-    ToolCallArguments,
-    ToolCallInput,
-    ToolCallStart,
-    ToolReader,
-)
+from protocol.syntax import message_parts
 from protocol.syntax.reasoning import Padding, find_tag, unfinished_tag
 from protocol.tools.kinds import INPUT
 
@@ -36,7 +29,7 @@ class CallSink:
     """Numbers the calls of blocks and gives them ids. One call at a time."""
 
     def __init__(self, new_call_id: NewCallId) -> None:
-        self.parts: list[MessagePart] = []
+        self.parts: list[message_parts.MessagePart] = []
         self.is_open = False
         self.num_calls = 0
         self.cut_calls: set[int] = set()
@@ -44,14 +37,14 @@ class CallSink:
 
     def start(self, name: str) -> None:
         """Emit the start of a call; it cannot be retracted."""
-        self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(name, self.num_calls), name))
+        self.parts.append(message_parts.ToolCallStart(self.num_calls, self._new_call_id(name, self.num_calls), name))
         self.cut_calls.add(self.num_calls)
         self.num_calls += 1
         self.is_open = True
 
     def arguments(self, fragment: str) -> None:
         if fragment:
-            self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
+            self.parts.append(message_parts.ToolCallArguments(self.num_calls - 1, fragment))
 
     def cut(self, rest: str) -> None:
         """Emit `rest`, which was held back, as arguments of a call that the end of the text has cut."""
@@ -117,13 +110,13 @@ class BlockReader:
         self._is_after_block = False  # only dropped text has followed the last block
         self._awaits_closing = False
 
-    def feed_text(self, text: str) -> list[MessagePart]:
+    def feed_text(self, text: str) -> list[message_parts.MessagePart]:
         self._held += text
         while self._held and (self._in_prose() if self._block is None else self._in_block(self._block)):
             pass
         return self._take()
 
-    def finish_text(self) -> list[MessagePart]:
+    def finish_text(self) -> list[message_parts.MessagePart]:
         held, self._held = self._held, ""
         if self._block is None:
             if not (held and self._awaits_closing and (self._closing or "").startswith(held)):
@@ -212,9 +205,9 @@ class BlockReader:
 
     def _say(self, text: str) -> None:
         if text:
-            self._sink.parts.append(ContentDelta(text))
+            self._sink.parts.append(message_parts.ContentDelta(text))
 
-    def _take(self) -> list[MessagePart]:
+    def _take(self) -> list[message_parts.MessagePart]:
         parts, self._sink.parts = self._sink.parts, []
         return parts
 
@@ -238,42 +231,42 @@ _HALF = re.compile(r"\\u(?:[dD][c-fC-F]..|[dD][89abAB]..(?=[^\\]|\\[^u]|\\u[^dD]
 class CustomInputs:
     """A `ToolReader` around another that turns calls of the tools in `names` into custom ones."""
 
-    def __init__(self, reader: ToolReader, names: Container[str]) -> None:
+    def __init__(self, reader: message_parts.ToolReader, names: Container[str]) -> None:
         self._reader = reader
         self._names = names
         self._input: InputText | None = None  # of the open call, if it is custom
         self._index = 0
 
-    def feed_text(self, text: str) -> list[MessagePart]:
+    def feed_text(self, text: str) -> list[message_parts.MessagePart]:
         return self._translated(self._reader.feed_text(text))
 
-    def finish_text(self) -> list[MessagePart]:
+    def finish_text(self) -> list[message_parts.MessagePart]:
         return [*self._translated(self._reader.finish_text()), *self._end()]
 
     @property
     def cut_calls(self) -> Set[int]:
         return self._reader.cut_calls
 
-    def _translated(self, parts: Iterable[MessagePart]) -> list[MessagePart]:
-        found: list[MessagePart] = []
+    def _translated(self, parts: Iterable[message_parts.MessagePart]) -> list[message_parts.MessagePart]:
+        found: list[message_parts.MessagePart] = []
         for part in parts:
-            if isinstance(part, ToolCallArguments) and self._input is not None:
+            if isinstance(part, message_parts.ToolCallArguments) and self._input is not None:
                 found += self._given(self._input.feed(part.fragment))
                 continue
             found += self._end()
-            if isinstance(part, ToolCallStart) and part.name in self._names:
+            if isinstance(part, message_parts.ToolCallStart) and part.name in self._names:
                 self._input, self._index = InputText(), part.index
-                found.append(ToolCallStart(part.index, part.call_id, part.name, is_custom=True))
+                found.append(message_parts.ToolCallStart(part.index, part.call_id, part.name, is_custom=True))
             else:
                 found.append(part)
         return found
 
-    def _end(self) -> list[MessagePart]:
+    def _end(self) -> list[message_parts.MessagePart]:
         text, self._input = self._input.finish() if self._input is not None else "", None
         return self._given(text)
 
-    def _given(self, text: str) -> list[MessagePart]:
-        return [ToolCallInput(self._index, text)] if text else []
+    def _given(self, text: str) -> list[message_parts.MessagePart]:
+        return [message_parts.ToolCallInput(self._index, text)] if text else []
 
 
 class InputText:

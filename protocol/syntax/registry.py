@@ -19,8 +19,7 @@ from protocol.chat_template import Markup, Written
 from protocol.syntax.call_reader import Block, CallSink
 from protocol.syntax.harmony import HARMONY
 from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject, SectionCalls
-from protocol.syntax.literal_calls import GEMMA_END, GEMMA_QUOTE, GemmaCall, PythonCalls
-from protocol.syntax.parameter_calls import Form, ParameterCalls
+from protocol.syntax.parameter_calls import GEMMA_END, GEMMA_QUOTE, Form, GemmaCall, ParameterCalls, PythonCalls
 from protocol.syntax.reasoning import ReasoningTags
 from protocol.syntax.record import Reading, Syntax
 from protocol.tools.kinds import INPUT, Function

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.bench.offline import open_llm
-from app.bench.startup import _text
+from app.bench.offline import _text, open_llm
 from app.commands.cli import main
 from app.config.settings import Settings
 from app.config.sources import load_settings

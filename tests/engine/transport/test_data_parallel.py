@@ -19,8 +19,7 @@ from engine.commands import AddRequests, Event, FinishRequests, ResetPrefixCache
 from engine.errors import ConfigError, EngineDead, EngineNotReady
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, RequestOutput
-from engine.transport.data_parallel import DataParallelClient
-from engine.transport.replica import Replica
+from engine.transport.data_parallel import DataParallelClient, Replica
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import engines_of_this_process, process_client, process_of, replicas, serving
 from tests.engine.serving import TOKENIZER, VOCAB_SIZE, collect, expected_tokens

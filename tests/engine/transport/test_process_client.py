@@ -19,9 +19,8 @@ from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetS
 from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
-from engine.transport.data_parallel import DataParallelClient
+from engine.transport.data_parallel import NOTHING_DONE, DataParallelClient
 from engine.transport.process_client import EngineProcess, ProcessClient
-from engine.transport.replica import NOTHING_DONE
 from engine.transport.wire import NumberChecker, Numberer, decoder, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving

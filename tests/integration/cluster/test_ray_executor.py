@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpu.parallel.secure_sockets import SILENCE_SECONDS
+from gpu.parallel.ray_ranks import SILENCE_SECONDS
 from tests.support.harness import REPOSITORY
 
 

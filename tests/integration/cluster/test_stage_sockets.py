@@ -12,8 +12,7 @@ import zmq
 
 from engine.errors import RankLost
 from gpu.parallel import ray_ranks
-from gpu.parallel.ray_ranks import StageReader, StageWriter
-from gpu.parallel.secure_sockets import CurveServer, Keys
+from gpu.parallel.ray_ranks import CurveServer, Keys, StageReader, StageWriter
 
 
 def test_messages_of_any_length_reach_every_rank_and_a_lost_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,7 @@ if TYPE_CHECKING:
 
 
 _NAMES = list(Settings.model_fields)
-SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("models") :]) | {
-    *("engine", "served_model_name", "check_model_name"),
-}
+SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("models") :]) | {*("engine", "served_model_name", "check_model_name")}
 """The settings that only a server reads."""
 _ANY_VOCABULARY = 2**31
 
@@ -375,10 +373,7 @@ class Outputs:
     async def __aenter__(self) -> Self:
         read = await to_thread.run_sync(self._read)
         request = EngineCoreRequest(
-            request_id=self._id,
-            prompt_token_ids=read.token_ids,
-            sampling=read.sampling,
-            arrival_time=time.monotonic(),
+            request_id=self._id, prompt_token_ids=read.token_ids, sampling=read.sampling, arrival_time=time.monotonic()
         )
         opened = self._llm.stream(request, begins_message=read.begins_message)
         self._stream = await self._stack.enter_async_context(opened)

@@ -390,10 +390,7 @@ class Admission:
         self._drain_rates[tenant.name].refuse()
         self._on_refused(limit)
         return ApiError(
-            429,
-            f"{message} Please try again later.",
-            code="queue_full",
-            headers={"retry-after": str(seconds)},
+            429, f"{message} Please try again later.", code="queue_full", headers={"retry-after": str(seconds)}
         )
 
     def retry_after(self, tenant: Tenant = ANONYMOUS) -> int:

@@ -181,10 +181,7 @@ def _check_results(folder: Path, name: str | None) -> None:
 
 
 async def _measure(
-    options: Namespace,
-    check: _Checked,
-    requests: Sequence[WorkloadRequest],
-    on_answer: Callable[[RequestRecord], None],
+    options: Namespace, check: _Checked, requests: Sequence[WorkloadRequest], on_answer: Callable[[RequestRecord], None]
 ) -> tuple[list[RequestRecord], dict[str, Any], Any]:
     """Return the records, further figures of the run, and the machine and settings that `--predict` simulates."""
     allow_open_files()

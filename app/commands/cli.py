@@ -189,9 +189,7 @@ COMMANDS: dict[str, Command | CommandGroup] = {
     ),
     "doctor": Command.at("app.commands.doctor", "Check this machine for what prevents or slows down serving."),
     "top": Command.at(
-        "app.commands.top",
-        "Watch a running server in the terminal.",
-        in_help=("port", "api_keys", "admin_keys"),
+        "app.commands.top", "Watch a running server in the terminal.", in_help=("port", "api_keys", "admin_keys")
     ),
     "simulate": Command.at(
         "app.simulate.command",
@@ -307,8 +305,7 @@ class _OnceOrNot(argparse.BooleanOptionalAction):
 
 def _parser() -> ArgumentParser:
     parser = _CommandParser(
-        prog="headrace",
-        description="A server of the OpenAI and Anthropic APIs for large language models.",
+        prog="headrace", description="A server of the OpenAI and Anthropic APIs for large language models."
     )
     parser.add_argument("--version", action="version", version=f"headrace {_version()}")
     _add_commands(parser, COMMANDS)

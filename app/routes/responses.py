@@ -239,9 +239,7 @@ def _starting_after(query: Mapping[str, str]) -> int:
     given = query.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", given):
         raise ApiError(
-            400,
-            f"starting_after must be the sequence number of an event, got {shown(given)}.",
-            param="starting_after",
+            400, f"starting_after must be the sequence number of an event, got {shown(given)}.", param="starting_after"
         )
     return int(given)
 
@@ -274,12 +272,7 @@ def _stored(server: Server, request: RequestScope) -> StoredResponse:
 
 
 def _not_found(response_id: str) -> ApiError:
-    return ApiError(
-        404,
-        f"No response {response_id[:80]!r} is kept here (any more).",
-        param="id",
-        code="not_found",
-    )
+    return ApiError(404, f"No response {response_id[:80]!r} is kept here (any more).", param="id", code="not_found")
 
 
 def _query(request: RequestScope) -> Mapping[str, str]:

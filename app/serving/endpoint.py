@@ -229,9 +229,7 @@ async def follow(server: Server, request: RequestScope, log: EventLog, number: i
         return _error_event(error, number)
 
     await request.start_stream(
-        CONTENT_TYPE,
-        error_frame=fail,
-        keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE),
+        CONTENT_TYPE, error_frame=fail, keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE)
     )
     while events or not log.is_over:
         if events:

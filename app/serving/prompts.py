@@ -86,11 +86,7 @@ class PromptEncoder:
         try:
             self._template.find_content_form(files.name)
             self.syntax = ModelSyntax(
-                self._template,
-                special,
-                name=files.name,
-                tool_parser=tool_parser,
-                reasoning_parser=reasoning_parser,
+                self._template, special, name=files.name, tool_parser=tool_parser, reasoning_parser=reasoning_parser
             )
         except BaseException:
             self.close()

@@ -18,14 +18,7 @@ from engine.config import Clock, EngineConfig
 from engine.costs.measuring import Calibration, LostTime, StepCostTracker
 from engine.costs.table import StepCostTable, StepLoad, chunk_keys
 from engine.errors import ProfileTooLarge
-from engine.executor import (
-    MAX_PROFILE_BYTES,
-    STEPS_BETWEEN_EXPERT_LOADS,
-    CountsExperts,
-    Executor,
-    Prepares,
-    Profiles,
-)
+from engine.executor import MAX_PROFILE_BYTES, STEPS_BETWEEN_EXPERT_LOADS, CountsExperts, Executor, Prepares, Profiles
 from engine.messages import EngineCoreOutputs, EngineCoreRequest
 from engine.plan import SchedulerOutput
 from engine.scheduler.request import Request

@@ -13,14 +13,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from engine.messages import (
-    ALL_LOGPROBS,
-    EngineCoreRequest,
-    FinishReason,
-    RequestEvent,
-    RequestOutput,
-    SchedulerStats,
-)
+from engine.messages import ALL_LOGPROBS, EngineCoreRequest, FinishReason, RequestEvent, RequestOutput, SchedulerStats
 
 Listener = Callable[[Collection[RequestOutput]], bool]
 """Takes the deltas of a stream's choices, at most one per choice. Returns False to leave them to the reader."""

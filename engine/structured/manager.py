@@ -29,9 +29,7 @@ class StructuredOutputManager:
     """Compiles grammars and computes masks. If the front end shares `compiler`, grammars are compiled already."""
 
     def __init__(
-        self,
-        compiler: GrammarCompiler,
-        matchers_of: Callable[[SchedulerOutput], Sequence[tuple[int, TokenMatcher]]],
+        self, compiler: GrammarCompiler, matchers_of: Callable[[SchedulerOutput], Sequence[tuple[int, TokenMatcher]]]
     ) -> None:
         """Use `matchers_of`, which returns the matchers of a plan with the indices of their requests in it."""
         self._compiler = compiler

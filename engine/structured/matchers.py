@@ -169,10 +169,7 @@ class TokenRules(TokenMatcher):
         super().__init__(grammar)
         self._allowed = allowed
         self._bad_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
-        self._names = [
-            *(["allowed_token_ids"] if allowed is not None else []),
-            *(["bad_words"] if bad_words else []),
-        ]
+        self._names = [*(["allowed_token_ids"] if allowed is not None else []), *(["bad_words"] if bad_words else [])]
         self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in bad_words), default=0))
 
     def accept(self, token_id: int) -> bool:

@@ -147,10 +147,7 @@ class CountTokensRequest(DialectRequest):
     `metadata`, `cache_control` and `service_tier` are accepted without effect.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **DialectRequest.unsupported,
-        "stop": (),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**DialectRequest.unsupported, "stop": ()}
     labels: ClassVar[frozenset[str]] = DialectRequest.labels | {"cache_control"}
 
     messages: Annotated[

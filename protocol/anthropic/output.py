@@ -54,10 +54,7 @@ class MessageStreamWriter:
         frames += self._close()
         delta = {**_stop(self._last, self._parser, self._max_tokens), "container": None, "stop_details": None}
         usage = _usage(self._last, self._parser)
-        frames += [
-            _event("message_delta", {"delta": delta, "usage": usage}),
-            _event("message_stop", {}),
-        ]
+        frames += [_event("message_delta", {"delta": delta, "usage": usage}), _event("message_stop", {})]
         return b"".join(frames)
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
-from engine.messages import (
-    ALL_LOGPROBS,
-    MAX_LOGPROB_TOKEN_IDS,
-    MAX_STOP_STRINGS,
-    RANGES,
-    SamplingParams,
-)
+from engine.messages import ALL_LOGPROBS, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_STRINGS, RANGES, SamplingParams
 from protocol.answers import Answer
 from protocol.body import ClientModel, OneOf, at_most
 from protocol.openai.logprobs import LogprobsWriter, PromptParts

@@ -58,11 +58,7 @@ class CompletionLogprobs:
     """
 
     def __init__(
-        self,
-        token_bytes: TokenBytes,
-        as_token_ids: bool = False,
-        hidden_ids: Container[int] = (),
-        num_echoed: int = 0,
+        self, token_bytes: TokenBytes, as_token_ids: bool = False, hidden_ids: Container[int] = (), num_echoed: int = 0
     ) -> None:
         self._token_bytes = token_bytes
         self._as_token_ids = as_token_ids

@@ -15,15 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from protocol import body
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
-from protocol.responses.tools import (
-    BuiltInOutputItem,
-    CallItem,
-    CallOutputItem,
-    Content,
-    chat_content,
-    new_id,
-    texts,
-)
+from protocol.responses.tools import BuiltInOutputItem, CallItem, CallOutputItem, Content, chat_content, new_id, texts
 from protocol.tools.unsupported import UnsupportedEntry
 
 MAX_ITEMS = 16384

@@ -258,13 +258,7 @@ class ResponseStreamWriter:
             logprobs = entries_of(self._take_logprobs())
             item.logprobs.append(logprobs)
         self._events += 1
-        return _TEXT_DELTA % (
-            self._events - 1,
-            orjson.dumps(item.id),
-            item.index,
-            orjson.dumps(text),
-            logprobs,
-        )
+        return _TEXT_DELTA % (self._events - 1, orjson.dumps(item.id), item.index, orjson.dumps(text), logprobs)
 
     def _delta(self, name: str, text: str, **fields: Any) -> bytes:
         assert self._open is not None

@@ -166,9 +166,7 @@ def _named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def _offered(
-    tools: Iterable[AnyTool],
-) -> Iterator[tuple[str, FunctionTool | FreeTextTool | BuiltInTool, str | None]]:
+def _offered(tools: Iterable[AnyTool]) -> Iterator[tuple[str, FunctionTool | FreeTextTool | BuiltInTool, str | None]]:
     for tool in tools:
         if isinstance(tool, Namespace):
             for inside in tool.tools:

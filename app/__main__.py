@@ -7,7 +7,6 @@ import sys
 
 
 def main() -> int:
-    """Run the command line. Returns the exit code."""
     interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     serves = sys.argv[1:2] == ["serve"]
     if interrupts:

@@ -204,7 +204,6 @@ class StampedSocket:
         self._flush()
 
     def abort(self) -> None:
-        """Close the socket, and call `connection_lost` soon."""
         self._close(None)
 
     def _flush(self) -> None:
@@ -319,12 +318,10 @@ class ConnectionPool:
             return None
 
     def forget(self, connection: Connection) -> None:
-        """Remove a closed connection."""
         if connection in self.free:
             self.free.remove(connection)
 
     def close(self) -> None:
-        """Close all idle connections."""
         for connection in self.free:
             connection.transport.abort()
 

@@ -331,7 +331,6 @@ class AsyncLLM:
         await self._stack.aclose()  # without the error, which a task group would put into a group
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, as that of `LLM`."""
         return Tokenizer(self._prompts)
 
     def generate(

@@ -36,7 +36,6 @@ class ChildPool:
         self.is_closed = False
 
     def take_idle(self) -> ChildProcess | None:
-        """Return a process that is not in use; None if there is none."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
@@ -51,12 +50,10 @@ class ChildPool:
             return process
 
     def give_back(self, process: ChildProcess) -> None:
-        """Make a process available to `take_idle` again."""
         with self._lock:
             self._idle.append(process)
 
     def end(self, process: ChildProcess) -> None:
-        """End a process that cannot be used again."""
         process.end()
         with self._lock:
             self._processes.discard(process)

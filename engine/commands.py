@@ -65,7 +65,6 @@ class AddRequests(_Command):
         return cls(prompt, [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests])
 
     def requests(self) -> list[EngineCoreRequest]:
-        """Return the choices with their prompt."""
         for request in self.choices:
             request.prompt_token_ids = self.prompt_token_ids
         return self.choices

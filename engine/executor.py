@@ -84,9 +84,7 @@ class CountsExperts(Protocol):
 class Profiles(Protocol):
     """An executor that can record what it does in a step."""
 
-    def start_profile(self) -> None:
-        """Begin to record events."""
-        ...
+    def start_profile(self) -> None: ...
 
     def stop_profile(self) -> list[dict[str, Any]]:
         """Return the events since `start_profile` in Chrome's trace format, in microseconds of `time.monotonic()`, with

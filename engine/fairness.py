@@ -141,7 +141,6 @@ class TenantLRU(Generic[T]):
 
     @property
     def num_bytes(self) -> int:
-        """The sum of the sizes of all entries."""
         return sum(self._num_bytes.values())
 
     def find(self, tenant: str, key: Hashable) -> T | None:

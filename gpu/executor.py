@@ -125,7 +125,6 @@ class UniProcExecutor:
 
 
 def device_name(device: str) -> str:
-    """Return the model name of the device."""
     if device.startswith("cuda"):
         from gpu.device.warm_up import device_name as name_of
 

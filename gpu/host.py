@@ -96,7 +96,6 @@ def _core_of(cpu: int, root: Path) -> tuple[str, str]:
 
 
 def _cpu_quota(root: Path) -> float:
-    """Return the CPU quota of the control groups, in cores."""
     quotas = [math.inf]
     for group in _cgroup_directories(root, "cpu"):
         quota, _, period = _read(group / "cpu.max").partition(" ")

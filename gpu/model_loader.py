@@ -253,7 +253,6 @@ def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:
 
 
 def free_memory(device: str) -> int:
-    """Return the free bytes of the device."""
     if device == "cpu":
         return available_memory()
     import torch

@@ -124,7 +124,6 @@ class Worker:
             self._entered.num_threads = self._num_threads
 
     def start_profile(self) -> WorkerProfile:
-        """Begin to record the worker's work."""
         from gpu.profile import HostProfile, TorchProfile
 
         if self._native is not None and isinstance(self.runner, ModelRunner):
@@ -132,7 +131,6 @@ class Worker:
         return TorchProfile()
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """Return the number of tokens routed to each expert of each layer."""
         return [] if self._model is None else [counts.tolist() for counts in self._model.tokens_of_experts]
 
     def shutdown(self) -> None:

@@ -89,9 +89,7 @@ class Renderer(Protocol):
     """A template that can be rendered, in this process (`CompiledTemplate`) or in a child (`TemplateProcesses`)."""
 
     @property
-    def variables(self) -> Set[str]:
-        """The names of the variables that the source reads."""
-        ...
+    def variables(self) -> Set[str]: ...
 
     def render(self, context: dict[str, Any]) -> str:
         """Return the text. Raises `RenderingFailed`. Threads may render at the same time."""

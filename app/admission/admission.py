@@ -100,7 +100,6 @@ class ExpectedRetries:
         return len(self._times)
 
     def expect(self, seconds: float) -> None:
-        """Expect a retry after `seconds`."""
         if len(self._times) < _MAX_RETRIES:
             heappush(self._times, self._clock() + seconds)
 

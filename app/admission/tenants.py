@@ -218,7 +218,6 @@ class SharedRoom:
         self._inside = sum(min(taken, reserves.get(tenant, 0)) for tenant, taken in self._taken.items())
 
     def taken_by(self, tenant: str) -> int:
-        """Return the amount that this tenant holds."""
         return self._taken[tenant]
 
     def kept_from(self, tenant: str) -> int:
@@ -240,7 +239,6 @@ class SharedRoom:
 
     @property
     def is_full(self) -> bool:
-        """Return True if no tenant may take any more."""
         inside = 1 if self._inside < self._promised else 0  # some tenant has not used up its reserve
         if inside and self._kept == self._promised:
             return False

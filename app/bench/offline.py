@@ -39,7 +39,6 @@ PHASES = {"answer": "first answer", "startup": "ready", "first_token": "first to
 
 
 def add_latency_flags(parser: ArgumentParser) -> None:
-    """Add the flags of vLLM's `bench latency`."""
     add = partial(parser.add_argument_group("batch").add_argument, type=int, metavar="N")
     add("--input-len", default=32, help="Prompt tokens. Default: 32.")
     add("--output-len", default=128, help="Tokens of each answer. Default: 128.")
@@ -83,7 +82,6 @@ def latency(settings: Settings, **given: Any) -> int:
 
 
 def add_throughput_flags(parser: ArgumentParser) -> None:
-    """Add the flags of vLLM's `bench throughput`."""
     add_dataset_flags(parser)
     group = parser.add_argument_group("run")
     group.add_argument("--n", type=int, default=1, metavar="N", help="Answers to each prompt. Default: 1.")
@@ -135,7 +133,6 @@ def throughput(settings: Settings, *, n: int, output_json: Path | None, **given:
 
 
 def add_startup_flags(parser: ArgumentParser) -> None:
-    """Add the flags of vLLM's `bench startup`."""
     group = parser.add_argument_group("starts")
     group.add_argument("--num-iters-cold", type=int, default=3, metavar="N", help="Default: 3.")
     group.add_argument(
@@ -251,7 +248,6 @@ def percentiles_of(seconds: list[float]) -> dict[str, float]:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Write the result if a file was asked for."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         print(f"Result: {path}")

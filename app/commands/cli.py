@@ -27,7 +27,6 @@ from engine.errors import HeadraceError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code."""
     try:
         parsed, rest = _parser().parse_known_args(arguments)
         code = _run(vars(parsed), rest)
@@ -243,7 +242,6 @@ class _CommandParser(ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All flags as they are typed."""
         return list(self._option_string_actions)
 
 

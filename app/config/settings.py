@@ -471,7 +471,6 @@ class Settings(BaseSettings):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

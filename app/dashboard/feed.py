@@ -65,7 +65,6 @@ class Feed:
         return False
 
     async def _run(self) -> None:
-        """Send frames while pages are open."""
         from sse_starlette.event import ServerSentEvent  # imported late, for a fast start of the server
 
         latest: dict[int, int] = {}  # by engine: the last step that was sent

@@ -113,7 +113,6 @@ class History:
             await anyio.sleep(EVERY)
 
     def look(self, now: float) -> None:
-        """Add the figures of this moment."""
         for metrics in self._pool.server.metrics.by_model:
             totals, name = metrics.totals(), metrics.name
             if totals != self._totals.get(name):

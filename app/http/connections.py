@@ -122,7 +122,6 @@ class ConnectionGuard:
         return None
 
     def leave(self, connection: Guarded) -> None:
-        """Stop counting a connection that is closed."""
         self._forget(connection)
         self._made_room.discard(connection)
         self._left.set()
@@ -160,7 +159,6 @@ class ConnectionGuard:
             connection.answer_once_more()
 
     async def wait_empty(self) -> None:
-        """Wait until no connection is open."""
         while self._open:
             self._left = anyio.Event()
             await self._left.wait()

@@ -135,7 +135,6 @@ class Certificate:
 
     @classmethod
     def of(cls, settings: Settings) -> Certificate | None:
-        """Return the certificate that the settings name, or None."""
         certfile, keyfile = settings.ssl_certfile, settings.ssl_keyfile
         if certfile is not None:
             return cls(certfile, keyfile or certfile)

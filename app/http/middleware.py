@@ -270,7 +270,6 @@ def _access_of(route: BaseRoute) -> Access:
 
 
 def wants_page(scope: Scope) -> bool:
-    """Return True if a browser asks for a page."""
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 

@@ -135,7 +135,6 @@ class RequestScope:
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect of the request."""
         return dialect_of(self.path, self.headers)
 
     def query(self) -> dict[str, list[str]]:
@@ -151,7 +150,6 @@ class RequestScope:
         self._task_group.start_soon(function)
 
     def mark(self, phase: Phase) -> None:
-        """Record that a phase begins now."""
         self.marks.append((phase, time.monotonic()))
 
     @property
@@ -259,7 +257,6 @@ class RequestScope:
         self.connection.write_piece(data)
 
     async def end_stream(self, data: bytes) -> None:
-        """Send the last chunk of a stream."""
         self._answered = True
         # A disconnect follows every answer. Without the shield it would interrupt Hypercorn's work after the last byte:
         # on trio, starting the connection's keep-alive timer.

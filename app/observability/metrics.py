@@ -445,7 +445,6 @@ class Metrics(Observer):
         self._http.labels(handler, method if method in _METHODS else "OTHER", f"{status // 100}xx").inc()
 
     def on_loop_lag(self, seconds: float) -> None:
-        """Record by how many seconds the event loop woke a sleeping task late."""
         self._loop_lag.observe(seconds)
 
     def on_loop_hold(self, seconds: float, by: str, request_id: str | None = None) -> None:

@@ -92,7 +92,6 @@ class PageFiles:
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return the files of a page by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in TYPES}
 
 

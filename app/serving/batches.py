@@ -103,7 +103,6 @@ class BatchRows:
         return next(self._rows, None)
 
     def write(self, row: batches.Row, answer: Answer) -> None:
-        """Append the answer of a row."""
         status, headers, body = answer
         request_id = headers.get("x-request-id", "")
         response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
@@ -115,7 +114,6 @@ class BatchRows:
             self._append(self._paths[1], batches.written_row(row, None, {"code": code, "message": message}))
 
     def close(self) -> None:
-        """Flush the files to the disk and close them."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -157,7 +155,6 @@ class BatchRows:
 
 
 async def answer_row(endpoint: ASGIApp, tenant: Tenant, row: batches.Row) -> Answer:
-    """Send a row to a route, and return the answer."""
     head: dict[str, Any] = {"status": 0, "headers": []}
     pieces: list[bytes] = []
     unread: list[Message] = [{"type": "http.request", "body": bytes(row.body)}]

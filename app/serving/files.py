@@ -98,7 +98,6 @@ class FileStore:
             raise SettingsError(f"files_dir: cannot use {folder}: {error}. What works: a writable folder") from None
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file's content."""
         return self.folder / file_id
 
     def becomes_owner(self) -> bool:

@@ -393,7 +393,6 @@ def core_factory(
 
 
 def import_executor() -> None:
-    """Import what loads a model."""
     with frozen_imports("gpu.executor"):
         import gpu.executor
         import gpu.model_loader  # noqa: F401

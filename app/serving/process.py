@@ -212,7 +212,6 @@ class Shutdown:
         self._draining = False
 
     async def wait_asked(self) -> None:
-        """Wait until a shutdown is requested."""
         await self._asked.wait()
 
     async def listen_for_signals(self) -> None:

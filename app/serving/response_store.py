@@ -56,7 +56,6 @@ class EventLog:
         self._grown = anyio.Event()
 
     def append(self, frames: bytes) -> None:
-        """Add the next events."""
         if not frames:
             return
         piece = (self.next_number, frames)
@@ -167,7 +166,6 @@ class StoredResponse:
         return len(self.body) + len(self.context) + _OVERHEAD
 
     def output(self) -> list[dict[str, Any]]:
-        """Return the output items of the response."""
         items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
         return items
 

@@ -78,7 +78,6 @@ class Server:
 
     @property
     def busy_tenants(self) -> set[str]:
-        """The names of the tenants that have requests here."""
         return {request.tenant.name for request in self._requests}
 
     def longest_stalled_connection(self) -> tuple[ServerConnection, float] | None:
@@ -131,7 +130,6 @@ class Server:
             self._open_requests.add(request)
 
     def leave(self, request: RequestScope) -> None:
-        """Stop counting a request that has ended."""
         self._requests.discard(request)
         self._open_requests.discard(request)
         if not self._open_requests:
@@ -162,7 +160,6 @@ class Server:
         logger.log(level, "Drained, requests ended at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
 
     def stop(self) -> None:
-        """Take no more requests."""
         if self.phase is not ServerPhase.FAILED:
             self.phase = ServerPhase.STOPPING
 

@@ -48,7 +48,6 @@ class WorkloadRequest:
 
     @property
     def num_new_tokens(self) -> int:
-        """Return the number of tokens of all pieces."""
         return sum(piece.num_tokens for piece in self.pieces)
 
 

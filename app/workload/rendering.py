@@ -166,7 +166,6 @@ def _svg(plot: Plot) -> str:
 
 
 def _nice(value: float) -> float:
-    """Return the next round number."""
     power = 10 ** math.floor(math.log10(value))
     return next(step * power for step in (1.0, 1.2, 1.6, 2.0, 4.0, 8.0, 12.0) if step * power >= value * 0.999999)
 

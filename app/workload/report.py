@@ -73,7 +73,6 @@ class RequestRecord:
 
     @property
     def refused(self) -> bool:
-        """Return True if the server refused it for lack of room."""
         return self.status in (429, 503)
 
 

@@ -180,7 +180,6 @@ class EngineCore:
         self.scheduler.finish_request(request_id, _STATUS_OF[reason])
 
     def snapshot(self, asked: commands.GetSnapshot = EVERYTHING) -> EngineSnapshot:
-        """Return a snapshot of the engine and its requests."""
         scheduler, now = self.scheduler, self.clock()
         running = islice(scheduler.running.values(), asked.most_requests)
         waiting = scheduler.waiting_for(asked.most_requests)

@@ -27,7 +27,6 @@ class Heartbeat:
 
     @classmethod
     def create(cls, path: Path) -> Heartbeat:
-        """A heartbeat that another process can `open`."""
         path.write_bytes(_PAGE)
         return cls.open(path)
 
@@ -51,11 +50,9 @@ class Heartbeat:
         return int(self._fields[_KV_SEQUENCE])
 
     def count_kv_events(self, sequence: int) -> None:
-        """Record that KV events with this number are about to be sent."""
         self._fields[_KV_SEQUENCE] = sequence
 
     def beat(self) -> None:
-        """Record that a step has ended."""
         self._fields[_LAST_PROGRESS] = self._clock()
 
     def sleep(self) -> None:

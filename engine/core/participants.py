@@ -258,7 +258,6 @@ class StepProfiler:
             self._num_left -= 1
 
     def _stop(self) -> Profile:
-        """Return the events recorded since the start, and clear them."""
         self._end_recording()
         events, num_steps, failure = self._events, self._num_steps, self._failure
         self._events, self._num_steps, self._failure = [], 0, None

@@ -253,7 +253,6 @@ class AsyncLLM:
 
     @property
     def num_open_choices(self) -> int:
-        """The number of unfinished choices."""
         return self._outputs.num_choices
 
     def _receive(self, events: list[commands.Event]) -> None:

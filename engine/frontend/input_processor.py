@@ -33,7 +33,6 @@ class InputProcessor:
 
     @staticmethod
     def cost(requests: Sequence[EngineCoreRequest]) -> int:
-        """Return approximately how many microseconds `process` will take."""
         cost = 0
         for sampling in _distinct(requests):
             cost += _PER_BAD_WORD * len(sampling.bad_words)

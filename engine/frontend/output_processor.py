@@ -46,7 +46,6 @@ class OutputProcessor:
 
     @property
     def num_choices(self) -> int:
-        """The number of unfinished choices."""
         return len(self._choices)
 
     def oldest_arrival(self) -> float | None:
@@ -199,7 +198,6 @@ class OutputProcessor:
         return [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
 
     def fail_all(self, error: Exception) -> None:
-        """End every open stream with this error, because the engine has ended."""
         for choice in self._choices.values():
             choice.stream.fail(error)
 

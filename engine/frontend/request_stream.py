@@ -161,7 +161,6 @@ class RequestStream:
 
 
 def _num_logprobs(request: EngineCoreRequest) -> int:
-    """Return the number of log-probabilities for each token, its own included."""
     sampling = request.sampling
     asked = [each for each in (sampling.logprobs, sampling.prompt_logprobs) if each is not None]
     if ALL_LOGPROBS in asked:

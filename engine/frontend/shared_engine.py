@@ -54,7 +54,6 @@ class Call:
 
     @property
     def num_finished(self) -> int:
-        """The number of streams that have ended."""
         return sum(not stream.num_unfinished or stream.error is not None for stream in self.streams)
 
 

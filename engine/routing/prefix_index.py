@@ -39,7 +39,6 @@ class PrefixIndex:
 
     @property
     def num_bytes(self) -> int:
-        """The approximate memory of the index."""
         tables = [self._known, self._guesses, *self._chunks.values()]
         num_ints = 2 * len(self._known) + 2 * len(self._guesses)
         return sum(map(sys.getsizeof, tables)) + num_ints * _BYTES_PER_INT

@@ -131,7 +131,6 @@ class Router:
         self.index.window_chunks = -(-widest // self.chunk_size)
 
     def set_costs(self, engine: int, costs: StepCostTable) -> None:
-        """Set the step costs that an engine reports."""
         self._costs[engine] = costs
         if costs.is_known and self._is_priced:
             self._prompt_price[engine], self._answer_price[engine] = self._prices(costs)

@@ -29,7 +29,6 @@ class FleetShares:
         self._served: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(size)]
 
     def charge(self, engine: int, request: EngineCoreRequest, cost: float) -> None:
-        """Count what an engine has computed for this request."""
         self._served[engine][request.tenant] += cost / request.tenant_weight
 
     def take(self) -> list[dict[str, float]]:
@@ -60,12 +59,10 @@ class TenantLimits:
 
     @property
     def num_held(self) -> int:
-        """The number of held choices."""
         return len(self._prompts)
 
     @property
     def tenants(self) -> list[str]:
-        """The tenants with held prompts."""
         return list(self._held)
 
     def hold(self, prompt: Prompt) -> None:
@@ -115,7 +112,6 @@ class TenantLimits:
             self._num_dropped[tenant] = 0
 
     def end(self, tenant: str) -> None:
-        """Count the end of a running choice."""
         self._under_way[tenant] -= 1
         if not self._under_way[tenant]:
             del self._under_way[tenant]

@@ -75,7 +75,6 @@ class BlockPool:
         self._kept.update(block_ids)
 
     def is_free(self, block_id: int) -> bool:
-        """Return True if the block has no owner."""
         return self._ref_counts[block_id] == 0
 
     def find(self, content: bytes) -> int | None:

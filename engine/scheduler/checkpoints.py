@@ -131,12 +131,10 @@ class Checkpoints:
         self._planned.pop()
 
     def withdraw(self, request: Request) -> None:
-        """Remove the checkpoints of the request's tokens."""
         for index in range(request.num_tokens // self._block_size):
             self._drop(self._block_hash(request, index))
 
     def reset(self) -> None:
-        """Remove all checkpoints from the index."""
         self._free += self._slots.values()
         self._slots.clear()
 

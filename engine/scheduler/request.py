@@ -151,7 +151,6 @@ class Request:
         return first_token is not None and now >= first_token and self.num_output_tokens == 0
 
     def note(self, kind: EventKind, time: float, tokens: int) -> None:
-        """Add an event to the timeline."""
         self.events.append(RequestEvent(kind, time, tokens))
 
     def take_events(self) -> list[RequestEvent]:
@@ -225,7 +224,6 @@ class Request:
         )
 
     def snapshot(self, waits_for: WaitsFor | None = None) -> RequestSnapshot:
-        """Return a snapshot of the request."""
         return RequestSnapshot(
             request_id=self.request_id,
             tenant=self.tenant,

@@ -62,7 +62,6 @@ class RequestTable:
             self.num_batch -= 1
 
     def add(self, request: Request) -> None:
-        """Put an arrived request into the queue."""
         self.requests[request.request_id] = request
         self.num_batch += request.is_batch
         self.num_grammars += request.sampling.restricts_tokens

@@ -61,7 +61,6 @@ class PlanDraft:
         self.new_block_ids.pop(request.request_id, None)
 
     def as_plan(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
-        """Return the finished plan of the step."""
         num_tokens = list(self.num_tokens.values())
         num_sampled = num_tokens
         if self.prefills:
@@ -138,7 +137,6 @@ class StepsInFlight:
         return busy
 
     def begin(self, plan: PlanDraft) -> None:
-        """Record a planned step."""
         self._steps.append(plan)
 
     def end(self) -> dict[str, int]:

@@ -113,7 +113,6 @@ class Engines:
 
     @property
     def num_busy(self) -> int:
-        """The number of engines that have work."""
         return sum(bool(each.inbox) or each.core.has_work for each in self.replicas)
 
     @property

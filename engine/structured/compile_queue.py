@@ -122,7 +122,6 @@ class CompileQueue(Generic[T]):
                     self._drop(job)
 
     def _drop(self, job: _Job[T]) -> None:
-        """Forget a job if it has not begun."""
         if self._line_of(job).discard(job.key[0].tenant, job):
             del self._jobs[job.key]
 

@@ -76,7 +76,6 @@ class CompiledGrammar:
         return CompiledGrammar(self._prototype, self.enforced, unenforced)
 
     def matcher(self) -> LLMatcher:
-        """Return a new matcher for one request; takes microseconds."""
         return self._prototype.deep_copy()
 
 
@@ -164,7 +163,6 @@ class GrammarCompiler:
         return found.leaving_out(unenforced) if isinstance(found, CompiledGrammar) else found
 
     def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
-        """Compile the whole grammar, including all keywords."""
         try:
             structs.replace(structured, lenient=False).check()
             text = to_llguidance(structured, self._special_tokens())

@@ -108,7 +108,6 @@ class DataParallelClient:
 
     @property
     def routing(self) -> messages.RoutingStats:
-        """The state of the routing."""
         return self._router.stats(self._alive(), self.num_placed_again, self._num_deaths)
 
     @asynccontextmanager

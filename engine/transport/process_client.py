@@ -268,7 +268,6 @@ class EngineProcess:
             await anyio.wait_readable(_descriptor(self._up))
 
     async def wait_gone(self) -> Ended:
-        """Wait until the process has ended, and collect its exit status."""
         is_over = False
         while not is_over:
             with anyio.move_on_after(STOPPED_CHECK_SECONDS if self._ends_when_stopped else math.inf):

@@ -98,7 +98,6 @@ class ProcessChannel(EngineChannel):
         self._outbox.put(event)
 
     def report(self, phase: str, done: int, total: int | None) -> None:
-        """Send the progress of loading. Implements `Report`."""
         self.send(LoadingProgress(phase, done, total))
 
     def close(self) -> None:

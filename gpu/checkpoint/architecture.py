@@ -72,7 +72,6 @@ class Part:
 
     @property
     def rows(self) -> slice | list[int]:
-        """The part's rows in its stack, if that is a matrix."""
         stack = self.stack
         if stack is not None and stack.run:
             return [row for row in range(stack.step * self.shape[0]) if row // stack.run % stack.step == stack.start]
@@ -189,7 +188,6 @@ class StateSpec:
 
     @property
     def vectors(self) -> tuple[Part, ...]:
-        """The float32 vectors of the layer."""
         return ()
 
     @property
@@ -505,7 +503,6 @@ class Architecture:
     finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # changes outside of the layers
 
     def spec(self, config: ModelConfig) -> DecoderSpec:
-        """Return all parts of a model of this family."""
         size = (config.vocab_size, config.hidden_size)
         spec = DecoderSpec(
             embedding=Part("model.embed_tokens", "token_embd", size),

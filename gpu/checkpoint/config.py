@@ -244,7 +244,6 @@ class Numbers:
         }
 
     def own(self) -> dict[str, int | float]:
-        """Return the numbers that only the family has."""
         return {name: self._read(name, field, field.default) for name, field in self._own.items()}
 
     def _read(self, name: str, field: HeaderField, default: float | None) -> Any:

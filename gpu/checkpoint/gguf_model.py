@@ -131,7 +131,6 @@ def _is_fused(part: Part) -> bool:
 
 
 def _shape(tensor: GGUFTensor, part: Part | None) -> tuple[int, ...]:
-    """Return the shape of a part of a tensor."""
     if part is None:
         return tensor.shape
     shape = tensor.shape if part.expert is None else tensor.shape[1:]

@@ -408,7 +408,6 @@ def _state_layers(
 
 
 def dtype_of(values: Mapping[str, Any], source: str) -> str:
-    """Return the type of the checkpoint's weights."""
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise ModelError(

@@ -189,7 +189,6 @@ def _stand_in(path: Path, name: str, tensor: hf_files.SafetensorsTensor) -> NDAr
 
 
 def _is_same(one: tuple[Path, hf_files.SafetensorsTensor], other: tuple[Path, hf_files.SafetensorsTensor]) -> bool:
-    """Return True if two tensors have one type, one shape and the same bytes."""
     if (one[1].shape, one[1].dtype) != (other[1].shape, other[1].dtype):
         return False
     return all(a == b for a, b in zip(_bytes_of(*one), _bytes_of(*other), strict=True))

@@ -108,7 +108,6 @@ def _middles(files: ModelFiles, path: Path) -> list[int]:
 
 
 def weight_paths(files: ModelFiles) -> tuple[Path, ...]:
-    """Return the files with the weights; none for random weights."""
     if files.tensors is None:
         return ()
     return files.tensors if isinstance(files.tensors, tuple) else files.tensors.paths

@@ -457,7 +457,6 @@ class QuantizedLayer:
             raise ModelError(f"{self.name} has no {needed}. Fetch the model's files anew.")
 
     def _scales(self, rows: int) -> NDArray[np.float32]:
-        """Return [rows, scales of a row]."""
         given = self.tensors["weight_scale" if "weight_scale" in self.tensors else "weight_scale_inv"]
         scales = _floats(given)
         if self.storage.block:

@@ -82,7 +82,6 @@ class QuantizedRows:
         return self.data.nbytes
 
     def __getitem__(self, rows: slice) -> QuantizedRows:
-        """Return some of the rows."""
         data = self.data[rows]
         return QuantizedRows(self.type, (len(data), *self.shape[1:]), data)
 
@@ -163,7 +162,6 @@ def _q8_0(steps: NDArray[np.uint8], numbers: NDArray[np.int8], shape: tuple[int,
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the numbers of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -241,7 +241,6 @@ def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) ->
 
 
 def rows_of(parts: Iterable[Part]) -> int:
-    """Return the number of rows of a matrix that stacks these parts."""
     return sum(part.shape[0] for part in parts)
 
 

@@ -54,7 +54,6 @@ class SharedMemoryCommunicator:
             os.close(self._descriptor)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self._functions.hr_barrier(self.handle)
 
     def all_reduce_(self, values: NDArray[np.float32]) -> None:

@@ -349,7 +349,6 @@ def _as_it_is_taken(weight: Weight) -> Weight:
 
 
 def _exact_in_8_bits(weight: Weight) -> Weight:
-    """Return the weight as Q8_0 if that is exact; else unchanged."""
     return (weight.as_q8_0() or weight) if isinstance(weight, QuantizedRows) else weight
 
 

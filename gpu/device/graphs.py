@@ -143,7 +143,6 @@ class StepGraphs:
         return len(self._missing)
 
     def give_up(self) -> None:
-        """Capture no more graphs."""
         self._missing.clear()
 
     def find(self, kind: Kind, size: int) -> tuple[int, Replay] | None:

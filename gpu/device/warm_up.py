@@ -233,5 +233,4 @@ def release() -> None:
 
 
 def device_name(device: str) -> str:
-    """The model of a CUDA device."""
     return torch.cuda.get_device_name(device)

@@ -41,7 +41,6 @@ def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: tor
 def add_rms_norm_reference(
     residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do the work of `add_rms_norm` in torch."""
     if delta is not None:
         residual.add_(delta)
     return F.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)

@@ -210,7 +210,6 @@ def combine(pairs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def combine_reference(pairs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Do the work of `combine` in torch."""
     parts = pairs.float().unflatten(0, shares.shape) * shares.unsqueeze(-1)
     total = parts[:, 0]
     for place in range(1, shares.shape[1]):

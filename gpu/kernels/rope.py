@@ -91,7 +91,6 @@ def rope_and_cache_reference(
     eps: float = 0.0,
     query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do the work of `rope_and_cache` in torch."""
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     rotated = qkv[:, : num_heads + num_kv_heads].float()
     if qk_norm is not None:

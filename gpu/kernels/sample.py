@@ -84,7 +84,6 @@ def launch(
 def sample_tokens_reference(
     logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the work of `sample_tokens` in torch."""
     logits = logits.float()
     temperature = columns["temperature"][rows].unsqueeze(1)
     drawn = temperature > 0

@@ -160,7 +160,6 @@ class CausalLM(nn.Module):
         return zeros((num_slots, len(state_layers), size), torch.float32, device)
 
     def set_max_model_len(self, max_model_len: int) -> None:
-        """Set the longest served context, in tokens."""
         for rotary in self._rotaries:
             rotary.resize(max_model_len)
 

@@ -130,7 +130,6 @@ class RotaryEmbedding(nn.Module):
         self.resize(max_positions)
 
     def resize(self, max_positions: int) -> None:
-        """Make the table as long as `max_positions`."""
         half = self.table.shape[2] // 2
         self.table = torch.empty(2, max_positions, 2 * half, dtype=self.table.dtype, device=self.table.device)
         scales = query_scales(max_positions, self._rope.scaling)

@@ -142,7 +142,6 @@ class MultiprocExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks."""
         return [rank.pid for rank in self._ranks]
 
     def watch(self, on_lost: OnLost) -> None:
@@ -431,7 +430,6 @@ class RankChild:
 
     @property
     def seconds_without_a_core(self) -> float:
-        """See the function `seconds_without_a_core`."""
         return seconds_without_a_core(self.pid)
 
     def receive(self) -> messages.Up:
@@ -442,7 +440,6 @@ class RankChild:
             raise EOFError from error
 
     def kill(self) -> None:
-        """Kill the process, if it has not ended."""
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)  # not `Popen.kill`, which would reap it
 

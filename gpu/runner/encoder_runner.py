@@ -81,7 +81,6 @@ class EncoderRunner:
         raise NotImplementedError  # an encoder has no pipeline stages
 
     def inputs(self, requests: list[NewRequestData]) -> EncoderInputs:
-        """Return the inputs of a step with these requests."""
         ids = [np.array(request.token_ids, np.int64) for request in requests]
         table = self._spec.token_types
         has_types = table is not None and table.shape[0] > 1

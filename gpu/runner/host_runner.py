@@ -197,7 +197,6 @@ class InputBatch:
         self._states_from.pop(row, None)
 
     def inputs(self, shape: StepShape) -> ModelInputs:
-        """Return the model's inputs of a step."""
         # Token t of request i has position first_positions[i] + (t - query_start_loc[i]).
         token_rows = np.repeat(shape.rows, shape.query_lens)
         positions = np.arange(shape.query_start_loc[-1], dtype=np.int64)

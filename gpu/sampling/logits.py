@@ -59,7 +59,6 @@ class SeenTokens:
         return self._output_counts[: len(self._index)]
 
     def append(self, token_id: int) -> None:
-        """Count one generated token."""
         i = self._index.setdefault(token_id, len(self._index))
         if i == len(self._token_ids):
             self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])

@@ -148,7 +148,6 @@ class _Buffers:
         self._turn = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin to copy `tensor` to the device, and return the copy."""
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = tensor.contiguous().reshape(-1).view(torch.uint8)
         flat = target.reshape(-1).view(torch.uint8)

@@ -36,7 +36,6 @@ Piece = dict[str, Any]
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
-    """Return one line of a stream."""
     return _LINE_ENDS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), orjson.dumps(value)) + b"\n"
 
 

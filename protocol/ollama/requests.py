@@ -64,7 +64,6 @@ class ModelOptions(RequestBody):
     num_ctx: int | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the options as fields of a chat request."""
         given = self.model_dump(exclude_unset=True, exclude={"num_ctx", "repeat_last_n"})
         fields = {_CHAT_NAMES.get(name, name): value for name, value in given.items()}
         if self.num_predict == -2:
@@ -293,7 +292,6 @@ class EmbedRequest(EngineRequest):
         return IgnoredParts(fields=(*self.without_effect, *sampling, *self.options.without_effect))
 
     def translate(self) -> EmbeddingRequest:
-        """Return the request in the form of /v1/embeddings."""
         cut = {"truncate_prompt_tokens": -1, "truncation_side": "right"} if self.truncate else {}
         fields = {**cut, **self.given(EngineRequest), "input": self.texts, "dimensions": self.dimensions}
         return EmbeddingRequest(**fields)

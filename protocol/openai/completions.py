@@ -73,7 +73,6 @@ def prompt_list(prompt: Prompt, param: str) -> Prompts:
 
 
 def check_token_ids(prompts: Prompts, vocab_size: int, param: str) -> None:
-    """Raise `InvalidRequest` for an id that the model does not have."""
     for prompt in prompts:
         if not isinstance(prompt, str) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
             wrong = min(prompt) if min(prompt) < 0 else max(prompt)

@@ -103,7 +103,6 @@ class StructuralTagFormat(ClientModel):
         return self
 
     def grammar(self) -> StructuredOutput:
-        """Return the grammar of this format."""
         tags = [grammars.Tag(entry.begin, entry.schema_, entry.end) for entry in self.structures]
         return grammars.tagged_json(tags, triggers=self.triggers)
 

@@ -174,14 +174,12 @@ class RerankWriter(_ScoresWriter[RerankRequest]):
 
 class ScoreWriter(_ScoresWriter[ScoreRequest]):
     def body(self) -> bytes:
-        """Return the response body, in the order of the pairs."""
         data = [Score(index=index, score=score) for index, score in enumerate(self._scores())]
         return encode(ScoreList(data=data, **self._fields()))
 
 
 class ClassificationWriter(_ScoresWriter[ClassifyRequest]):
     def body(self) -> bytes:
-        """Return the response body, in the order of the inputs."""
         rows, names = self._rows(), self._labels.names
         shown = rows if self._request.raw_scores else self._labels.probabilities(rows)
         likeliest = rows.argmax(axis=1).tolist()

@@ -130,7 +130,6 @@ class RerankRequest(PairsRequest):
     return_documents: bool = True
 
     def texts(self) -> list[str]:
-        """Return the texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
     def pairs(self) -> list[Pair]:

@@ -301,7 +301,6 @@ class InputText:
         return text
 
     def finish(self) -> str:
-        """Return the text that was held back until the arguments ended."""
         if self._is_open:
             return ""
         try:

@@ -238,7 +238,6 @@ def _with_thought(message: Message, form: TemplateForm) -> Message:
 
 
 def _as_text(message: Message, syntax: Syntax) -> Message:
-    """Return the message with calls or a result as text."""
     if message["role"] == "tool":
         return {"role": "user", "content": syntax.write_result(content_text(message["content"]))}
     if calls := message.get("tool_calls"):

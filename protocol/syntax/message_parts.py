@@ -212,7 +212,6 @@ class MessageParser:
 
 
 def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
-    """Return the parts with neighbours of one kind joined."""
     joined: list[MessagePart] = []
     for part in parts:
         match (joined[-1] if joined else None), part:

@@ -28,9 +28,10 @@ from app.client import ConnectionPool, allow_open_files
 from app.config.settings import Settings, SettingsError
 from app.config.sources import env_name
 from app.simulate.driver import simulate
-from app.simulate.machine import Machine, machine_of, read_machine
+from app.simulate.machine import Machine, machine_of, read_machine, table_facts
 from app.workload.datasets import WorkloadRequest, add_workload_flags, check_positive, workload
 from app.workload.report import METRICS, RequestRecord, output_file, parse_goodput, per_request, statistics, summarize
+from engine.messages import MAX_N
 from gpu.host import processor_name, usable_cores
 
 # The path that each of vLLM's backends calls. Both are OpenAI's API, which many servers offer.
@@ -126,6 +127,7 @@ def run(**given: Any) -> int:
     result |= more
     if simulated is not None and "stopped_by" not in result:
         machine, settings = simulated
+        requests = [replace(request, n=check.n) for request in requests]
         result |= predict(requests, machine, settings, result, options.max_concurrency)
     print_result(result, check.beside)
     if options.html:
@@ -154,8 +156,9 @@ class _Checked:
             raise SettingsError(
                 f"--metric-percentiles: got {options.metric_percentiles}; allowed: 0 to 100, such as 50,90,99"
             )
-        if options.predict is not None and options.extra_body.get("n") not in (None, 1):
-            raise SettingsError(f"--extra-body: got n={options.extra_body['n']!r}; allowed with --predict: 1")
+        self.n = options.extra_body.get("n") or 1
+        if options.predict is not None and self.n not in range(1, MAX_N + 1):
+            raise SettingsError(f"--extra-body: got n={self.n!r}; allowed with --predict: 1 to {MAX_N}")
         self.beside = None if options.compare is None else _read_result(options.compare)
         if options.max_concurrency is not None:
             check_positive(options, "max_concurrency")
@@ -188,11 +191,7 @@ async def _measure(
     url = options.base_url or f"http://{options.host}:{options.port}"
     pool = ConnectionPool(url, check.headers, verify=not options.insecure, timeout=options.request_timeout)
     await _wait_until_ready(pool, options.ready_check_timeout_sec)
-    simulated = None
-    if options.predict is not None:
-        admin_key = os.environ.get(env_name("admin_keys"), "").partition(",")[0]
-        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else None
-        simulated = simulated_machine(await pool.get_json("/server_info", headers), options.predict)
+    simulated = None if options.predict is None else await simulated_machine(pool, options.predict)
     model = options.served_model_name or options.model or await _first_model(pool)
     ignore_eos = options.ignore_eos or options.dataset_name in ("random", "prefix_repetition", "conversation")
     fields = {name: value for name in (*SAMPLING, "logprobs") if (value := getattr(options, name)) is not None}
@@ -202,6 +201,7 @@ async def _measure(
     if options.num_warmups > 0:
         warmups = [replace(requests[0], arrival=0.0)] * options.num_warmups
         await Driver(pool, path, fields, max_concurrency=options.max_concurrency).run(warmups)
+        simulated = None if options.predict is None else await simulated_machine(pool, options.predict)
     driver = Driver(pool, path, fields, max_concurrency=options.max_concurrency, id_prefix=prefix, on_answer=on_answer)
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(RuntimeError, ValueError):  # not the main thread
@@ -257,6 +257,7 @@ def _conditions(options: Namespace, check: _Checked) -> dict[str, Any]:
         **check.metadata,
         "request_rate": options.request_rate if options.request_rate < math.inf else "inf",
         **{name: getattr(options, name) for name in names},
+        "n": check.n,
     }
 
 
@@ -322,10 +323,13 @@ COMPARED = (
 )
 
 
-def simulated_machine(server_info: Any, file: str) -> tuple[Machine, Settings]:
-    """Return the machine and settings of the file, or else those that the server reports. Raises SettingsError."""
+async def simulated_machine(pool: ConnectionPool, file: str) -> tuple[Machine, Settings]:
+    """Return the machine and settings of the file, or else those that the server reports now. Raises SettingsError."""
     if file:
         return read_machine(Path(file), Settings(), flag="--predict")
+    admin_key = os.environ.get(env_name("admin_keys"), "").partition(",")[0]
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else None
+    server_info = await pool.get_json("/server_info", headers)
     if not isinstance(server_info, dict) or not server_info.get("step_cost"):
         raise SettingsError(
             "--predict: the server does not report its step costs. Headrace reports them at /server_info to holders of "
@@ -344,12 +348,14 @@ def predict(
     result: Mapping[str, Any],
     max_concurrency: int | None,
 ) -> dict[str, Any]:
-    """Return `predicted`, by key of the result, and `prediction_error`: predicted over measured, minus 1."""
+    """Return `predicted`, by key of the result, `prediction_error` (predicted over measured, minus 1), and facts about
+    the step costs."""
     outcome = simulate(requests, machine, settings, max_concurrency=max_concurrency)
     simulated = outcome.result(percentiles=(90, 99), began=0.0)
     predicted = {key: simulated[key] for key in COMPARED}
     errors = {key: value / result[key] - 1 for key, value in predicted.items() if result.get(key)}
-    return {"predicted": predicted, "prediction_error": errors}
+    steps = {name: outcome.figures[name] for name in ("has_spread", "unmeasured")}
+    return {"predicted": predicted, "prediction_error": errors, "predicted_from": table_facts(machine.table)} | steps
 
 
 # ------------------------------------------------------------------------------------------------------------ timelines

@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import datetime
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +19,12 @@ from app.config.settings import Settings, SettingsError
 from app.config.several import settings_of_models
 from app.serving.step_cost_file import difference, latest
 from app.simulate.driver import Outcome, Recording, simulate
-from app.simulate.machine import FIXED, read_machine, with_settings
+from app.simulate.machine import FIXED, read_machine, table_facts, with_settings
 from app.simulate.several import ModelFacts, draw_models, read_models, simulate_models
 from app.workload.datasets import WorkloadRequest, add_workload_flags, read_trace, scaled, workload
-from app.workload.rendering import page, print_result
+from app.workload.rendering import doubts_of_steps, page, print_result
 from app.workload.report import METRICS, output_file, parse_goodput, per_request
+from engine.messages import MAX_N
 from engine.simulation.simulation import Outage
 
 SHOWN = {  # columns of a sweep's table: title and key of the result
@@ -68,6 +69,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--trace", type=Path, metavar="FILE", help="A recorded load instead of a workload: see docs/simulator.md.")
     add("--max-concurrency", type=int, metavar="N", help="Requests at a time. Default: no limit.")
+    add("--n", type=int, metavar="N", help="Choices of each request, which share its prompt. Default: 1, or a trace's.")
     add("--model-skew", type=float, default=0.0, metavar="S",
         help="Of several models, the n-th gets requests by 1 / n ** S (1: Zipf). Default: 0, all alike.")  # fmt: skip
     add = parser.add_argument_group("what if").add_argument
@@ -100,7 +102,7 @@ class Case:
             _check_beside_trace(self.options)
         elif self.options.num_prompts is None:
             self.options.num_prompts = _workload_defaults()["num_prompts"]
-        for name, most in (("num_blocks", 2**31), ("max_concurrency", 2**31), ("replicas", MAX_REPLICAS)):
+        for name, most in (("num_blocks", 2**31), ("max_concurrency", 2**31), ("replicas", MAX_REPLICAS), ("n", MAX_N)):
             if (value := getattr(self.options, name)) is not None and not 1 <= value <= most:
                 raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {most}")
         if self.options.route not in ROUTES:  # by a sweep
@@ -126,6 +128,11 @@ class Case:
         self.settings = settings
         self.models = read_models(settings, options.tables, options.num_blocks, options.load_seconds)
 
+    def print_tables(self) -> None:
+        """Print what the tables of step costs were measured with."""
+        for each in self.models or (self,):
+            print(f"Step costs of {each.settings.model_names[0]}: {table_facts(each.machine.table)}")
+
     def _set(self, name: str, text: str) -> None:
         known = [each for each in vars(self.options) if each not in _NOT_SWEPT]
         if name not in known:
@@ -140,22 +147,24 @@ class Case:
     def requests(self, rate: float | None = None, seed: int | None = None) -> list[WorkloadRequest]:
         """Return the workload or trace. A given rate replaces its own."""
         if self.options.trace is not None:
-            recorded = read_trace(self.options.trace)[: self.options.num_prompts]
+            requests = read_trace(self.options.trace)[: self.options.num_prompts]
             rate = self.options.request_rate if rate is None else rate
-            return recorded if rate == math.inf else scaled(recorded, rate)
-        options = Namespace(**vars(self.options))
-        if rate is not None:
-            options.request_rate, options.ramp_up_strategy = rate, None
-        return workload(options, seed=self.settings.seed if seed is None else seed)
+            requests = requests if rate == math.inf else scaled(requests, rate)
+        else:
+            options = Namespace(**vars(self.options))
+            if rate is not None:
+                options.request_rate, options.ramp_up_strategy = rate, None
+            requests = workload(options, seed=self.settings.seed if seed is None else seed)
+        return requests if self.options.n is None else [replace(each, n=self.options.n) for each in requests]
 
-    def run(self, requests: Sequence[WorkloadRequest], watch: Any = None) -> Outcome:
-        """Simulate these requests and return the outcome."""
+    def run(self, requests: Sequence[WorkloadRequest], watch: Any = None, seed: int | None = None) -> Outcome:
+        """Simulate these requests and return the outcome. A given seed replaces the setting."""
         if self.models:
             owners = draw_models(requests, len(self.models), self.options.model_skew, self.settings.seed)
-            most = self.options.max_concurrency
-            return simulate_models(requests, owners, self.models, self.settings, max_concurrency=most, watch=watch)
+            more = {"max_concurrency": self.options.max_concurrency, "watch": watch, "seed": seed}
+            return simulate_models(requests, owners, self.models, self.settings, **more)
         flags = {name: getattr(self.options, name) for name in ("max_concurrency", "replicas", "route")}
-        return simulate(requests, self.machine, self.settings, outages=self.outages, watch=watch, **flags)
+        return simulate(requests, self.machine, self.settings, outages=self.outages, watch=watch, seed=seed, **flags)
 
 
 def _workload_defaults() -> dict[str, Any]:
@@ -202,13 +211,14 @@ def run(settings: Settings, **given: Any) -> int:
         return _sweep(settings, options)
     slo = parse_goodput(options.goodput)
     case = Case(settings, options)
+    case.print_tables()
     requests = case.requests()
     with ExitStack() as scope:
         watch = None
         if options.record is not None:
             watch = Recording(scope.enter_context(options.record.open("wb"))).watch
         outcome = case.run(requests, watch)
-    result = _conditions(case, len(requests)) | outcome.result(slo=slo)
+    result = _conditions(case, requests) | outcome.result(slo=slo)
     print_result(result)
     print(
         f"{result['simulated_seconds']:,.1f} simulated seconds, {result['simulation_speed']:,.0f} a second; "
@@ -239,8 +249,7 @@ def _latest_table(settings: Settings) -> Path:
             f"--table: there are no measured step costs of {settings.model_names[0]} on this machine. Start `headrace "
             "serve` once, or give a file with a server's answer to GET /server_info"
         )
-    when = datetime.fromtimestamp(path.stat().st_mtime)
-    print(f"Step costs of {settings.model_names[0]}: {path}, of {when:%Y-%m-%d %H:%M}")
+    print(f"Step costs of {settings.model_names[0]}: {path}")
     if (text := difference(path)) is not None:
         print(f"Warning: {text}. Measure again with `headrace doctor` while the machine is idle.", file=sys.stderr)
     return path
@@ -261,7 +270,7 @@ def _print_models(result: Mapping[str, Any]) -> None:
     print(f"Memory: at most {most} of {limit}")
 
 
-def _conditions(case: Case, num_requests: int) -> dict[str, Any]:
+def _conditions(case: Case, requests: Sequence[WorkloadRequest]) -> dict[str, Any]:
     rate = case.options.request_rate
     return {
         "label": "simulated",
@@ -270,7 +279,8 @@ def _conditions(case: Case, num_requests: int) -> dict[str, Any]:
         "request_rate": rate if rate < math.inf else "inf",
         "burstiness": case.options.burstiness,
         "max_concurrency": case.options.max_concurrency,
-        "num_prompts": num_requests,
+        "num_prompts": len(requests),
+        "n": min(numbers) if len(numbers := {each.n for each in requests}) == 1 else None,  # a trace may have several
         "client_was_late": False,
     }
 
@@ -290,11 +300,15 @@ def _outage(text: str, replicas: int) -> Outage:
 
 def _find(case: Case) -> int:
     limits = parse_slo(case.options.slo)
+    case.print_tables()
+    results: dict[float, Mapping[str, Any]] = {}
 
     def result(rate: float, seed: int) -> Mapping[str, Any]:
-        return case.run(case.requests(rate, seed)).result()
+        results[rate] = case.run(case.requests(rate, seed), seed=seed).result()
+        return results[rate]
 
-    print(find_rate(result, limits, case.settings.seed))
+    found = find_rate(result, limits, case.settings.seed)
+    print(found, *doubts_of_steps(results[found.holds]), sep="\n")
     return 0
 
 
@@ -304,18 +318,21 @@ def _sweep(settings: Settings, options: Namespace) -> int:
 
     sweeps = parse_sweeps(options.sweep)
     cases = [Case(settings, options, changes) for changes in sweeps]  # checks all before the first run
-    results = []
+    cases[0].print_tables()
+    results: list[dict[str, Any]] = []
     shown = SHOWN | (OF_SEVERAL if settings.has_several_models else {})
     table = Table(*sweeps[0], *shown, box=None, padding=(0, 2), header_style="bold")
     for changes, case in zip(sweeps, cases, strict=True):
         requests = case.requests()
-        result = _conditions(case, len(requests)) | case.run(requests).result()
+        result = _conditions(case, requests) | case.run(requests).result()
         results.append({"changes": changes, **result})
         figures = [result[key] for key in shown.values()]
         table.add_row(
             *changes.values(), *(f"{each:,.2f}" if isinstance(each, float) else f"{each:,}" for each in figures)
         )
     Console(width=max(Console().width, 20 * len(sweeps[0]) + 14 * len(shown))).print(table)
+    for doubt in dict.fromkeys(doubt for result in results for doubt in doubts_of_steps(result)):
+        print(doubt)
     if options.json is not None:
         options.json.write_text(json.dumps({"sweep": results}), encoding="utf-8")
     return 0
@@ -328,7 +345,7 @@ def _sweep(settings: Settings, options: Namespace) -> int:
 MAX_RUNS = 64  # of a sweep
 BRACKET = 1.02  # the ratio of the rates at which the search ends
 MAX_DOUBLINGS = 12
-CHECK_SEEDS = 5  # a rate holds if it holds with most of these seeds
+CHECK_SEEDS, NEEDED_SEEDS = 5, 4  # a rate holds if it holds with so many of these seeds
 
 Simulate = Callable[[float, int], Mapping[str, Any]]  # from a rate and a seed to the result
 
@@ -368,7 +385,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 class FoundRate(NamedTuple):
     """The highest rate found that holds and the lowest that does not, in requests per second, and the number of seeds
-    that hold at each."""
+    with which each keeps the objectives."""
 
     holds: float
     fails: float
@@ -379,18 +396,17 @@ class FoundRate(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.holds:.3g} requests/s hold (with {self.hold_at_holds} of {self.num_seeds} seeds), {self.fails:.3g} "
-            f"do not (they hold with {self.hold_at_fails} of {self.num_seeds}); found in {self.runs} runs"
+            f"{self.holds:.3g} requests/s keep the objectives with {self.hold_at_holds} of {self.num_seeds} seeds, "
+            f"{self.fails:.3g} only with {self.hold_at_fails} (at least {NEEDED_SEEDS} are needed); {self.runs} runs"
         )
 
 
 def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) -> FoundRate:
     """Find the highest rate that holds, by bisection with the same random numbers at each rate. A run holds if all
-    requests succeed and no figure exceeds its limit; a rate holds if the runs of most seeds hold. Raises SettingsError
-    if no rate holds, or every rate does."""
+    requests succeed and no figure exceeds its limit; a rate holds if the runs of `NEEDED_SEEDS` seeds hold. Raises
+    SettingsError if no rate holds, or every rate does."""
     kept: dict[tuple[float, int], bool] = {}
     seeds = range(seed, seed + CHECK_SEEDS)
-    most = CHECK_SEEDS // 2 + 1
 
     def keeps(rate: float, seed: int) -> bool:
         if (rate, seed) not in kept:
@@ -399,12 +415,12 @@ def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) ->
         return kept[rate, seed]
 
     def holds(rate: float) -> bool:
-        held = failed = 0
+        failed = 0
         for each in seeds:
-            held, failed = (held + 1, failed) if keeps(rate, each) else (held, failed + 1)
-            if most in (held, failed):
-                break
-        return held == most
+            failed += not keeps(rate, each)
+            if failed > CHECK_SEEDS - NEEDED_SEEDS:
+                return False
+        return True
 
     low = high = 1.0
     if holds(low):

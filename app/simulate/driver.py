@@ -27,7 +27,7 @@ from engine.core.core import EngineCore
 from engine.costs.table import StepCostTable
 from engine.messages import EngineCoreRequest
 from engine.routing.router import Route
-from engine.simulation.counting import CountingExecutor, VirtualClock
+from engine.simulation.counting import CountingExecutor, DrawnCosts, VirtualClock
 from engine.simulation.engines import Engines
 from engine.simulation.simulation import Door, Outage, SimulatedRequest, Simulation
 from protocol.errors import ApiError
@@ -187,19 +187,22 @@ def simulate(
     route: Route = "prefix",
     outages: Sequence[Outage] = (),
     watch: Callable[[Simulation], None] | None = None,
+    seed: int | None = None,
 ) -> Outcome:
     """Serve a workload on the virtual clock.
 
     `replicas` overrides `data_parallel_size`; `route` is how they share requests; `outages` are times without some of
-    them. `watch` is called often enough to see every step. Raises SettingsError.
+    them. `watch` is called often enough to see every step. `seed` is that of the draws from the spread of step costs,
+    by default the setting. Raises SettingsError.
     """
     if replicas is not None:
         settings = settings.model_copy(update={"data_parallel_size": replicas})
     size = settings.data_parallel_size
     load = WorkloadLoad(requests, max_concurrency=max_concurrency, settings=settings)
+    costs = DrawnCosts(machine.table, settings.seed if seed is None else seed)
 
     def make_core(clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
-        executor = machine.executor(clock)
+        executor = machine.executor(clock, costs)
         core = EngineCore(machine.config(settings), executor, costs=machine.table, learns_costs=False, clock=clock)
         return core, executor
 
@@ -216,6 +219,7 @@ def simulate(
         outages=outages,
     )
     outcome = run_whole(simulation, load, settings.max_num_seqs * size, watch)
+    outcome.figures.update(figures_of_steps([costs]))
     if size > 1:
         outcome.figures["uncached_tokens_max_by_mean"] = engines.imbalance
         outcome.figures["num_placed_again"] = simulation.num_placed_again
@@ -250,6 +254,18 @@ def run_whole(
     return Outcome(load.records, list(simulation.ended), figures)
 
 
+def figures_of_steps(costs: Sequence[DrawnCosts]) -> dict[str, Any]:
+    """Return whether steps were drawn from a spread, and by curve of the table the largest size that was simulated
+    without a measure, and the share of such steps in the time of all steps."""
+    seconds = max(sum(each.seconds for each in costs), 1e-9)
+    found: dict[str, tuple[int, float]] = {}
+    for each in costs:
+        for name, (own, size) in each.unmeasured.items():
+            largest, share = found.get(name, (0, 0.0))
+            found[name] = max(largest, size), share + own / seconds
+    return {"has_spread": all(each.has_spread for each in costs), "unmeasured": found}
+
+
 # ----------------------------------------------------------------------------------------------------------------- door
 # The server's admission on the virtual clock.
 
@@ -278,7 +294,7 @@ class AdmissionDoor(Door):
             place.ticket = place.scope.enter_context(
                 self._admission.queue(
                     ANONYMOUS,
-                    choices=1,
+                    choices=request.sampling.n,
                     tokens=len(request.prompt_token_ids),
                     timeout=min(deadlines) - self._clock() if deadlines else None,
                     max_tokens=request.sampling.max_tokens,
@@ -291,7 +307,7 @@ class AdmissionDoor(Door):
 
 
 class AdmittedPlace:
-    """A ticket of the queue that is held until its request ends."""
+    """A ticket of the queue that is held until its request ends, with `begin` for each choice."""
 
     ticket: QueueTicket
 
@@ -299,12 +315,13 @@ class AdmittedPlace:
         self.scope = ExitStack()
 
     def begin(self) -> None:
-        """Note the request's first token."""
+        """Note the first token of a choice."""
         self.ticket.begin()
 
     def leave(self, num_tokens: int) -> None:
-        """Note that the request ended with `num_tokens` output tokens."""
-        self.ticket.end(num_tokens)
+        """Note that the request ended with `num_tokens` output tokens in all."""
+        for _ in range(running := self.ticket.running):
+            self.ticket.end(num_tokens // running)
         self.scope.close()
 
 

@@ -148,15 +148,17 @@ class WorkloadLoad:
         if request.conversation is not None:
             prompt = self._said.pop(request.conversation, []) + prompt
             self._later[request.conversation].popleft()
-        answer = self._take_numbers(request.num_output_tokens)
+        answer = self._take_numbers(request.num_output_tokens * request.n)
         if request.conversation is not None and self._later[request.conversation]:
-            self._said[request.conversation] = [*prompt, *answer]
+            self._said[request.conversation] = [*prompt, *answer[: request.num_output_tokens]]
         timeouts = (self._settings.default_timeout, self._settings.default_ttft_timeout)
         deadline, first_token_deadline = (None if each is None else time + each for each in timeouts)
         return EngineCoreRequest(
             request_id=record.request_id,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, seed=answer.start),
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=request.num_output_tokens, seed=answer.start, n=request.n
+            ),
             arrival_time=time,
             deadline=deadline,
             first_token_deadline=first_token_deadline,
@@ -178,7 +180,10 @@ class WorkloadLoad:
         number = int(request.request_id)
         record = self.records[number]
         record.start_time, record.end_time = request.start_time, request.end_time or request.start_time
-        record.token_times = request.token_times
+        record.token_times, record.token_choices = request.token_times, request.token_choices
+        if record.token_choices:  # steps that were made as one have the tokens of each choice together
+            pairs = sorted(zip(record.token_times, record.token_choices, strict=True))
+            record.token_times, record.token_choices = map(list, zip(*pairs, strict=True))
         record.num_prompt_tokens = request.num_prompt_tokens
         record.num_output_tokens = len(request.token_times)
         record.num_cached_tokens = request.num_cached_tokens

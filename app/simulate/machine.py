@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from app.config.engine import engine_config
 from app.config.settings import Settings, SettingsError
 from app.config.sources import load_settings
+from app.workload.report import STEPS
 from engine.config import EngineConfig
-from engine.costs.table import StepCostTable
+from engine.costs.table import SPREAD_BOUNDS, StepCostTable
 from engine.messages import FACTS_OF_PLANS, ModelFacts
-from engine.simulation.counting import CountingExecutor, VirtualClock
+from engine.simulation.counting import CountingExecutor, StepCost, VirtualClock
 
 # Settings that step costs and the size of the KV cache depend on. A simulation cannot change their values.
 FIXED = (
@@ -58,9 +64,9 @@ class Machine:
         )
         return engine_config(settings, replace(self, max_model_len=longest))
 
-    def executor(self, clock: VirtualClock) -> CountingExecutor:
+    def executor(self, clock: VirtualClock, cost: StepCost) -> CountingExecutor:
         """Return an executor that makes its steps on this clock."""
-        return CountingExecutor(self.num_blocks, self.block_size, self.table.cost, clock=clock, sleep=clock.sleep)
+        return CountingExecutor(self.num_blocks, self.block_size, cost, clock=clock, sleep=clock.sleep)
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Self:
@@ -98,6 +104,27 @@ class Machine:
             ),
             **{name: value for name, value in given.items() if value is not None},
         )
+
+
+def table_facts(table: StepCostTable) -> str:
+    """Return in words when a table was measured, at which load, with how many steps of which sizes, and its spread."""
+    age = timedelta(seconds=max(0, int(time.time() - table.measured_at)))
+    text = f"measured {age} ago" if table.measured_at else "of unknown age"
+    if table.machine_load is not None:
+        text += f" at a load average of {table.machine_load:.1f}"
+    bins = np.zeros(len(SPREAD_BOUNDS) - 1, np.int64)
+    sizes = []
+    for name, what in STEPS.items():
+        curve = getattr(table, name)
+        if known := [size for size, count in zip(curve.sizes, curve.counts, strict=True) if count]:
+            sizes.append(f"{what} {known[0]:,} to {known[-1]:,} tokens ({sum(curve.counts):,} steps)")
+        for each in filter(None, curve.spread):
+            bins += each
+    text += f": {', '.join(sizes)}. "
+    if not (total := bins.sum()):
+        return text + "It has no spread: every step takes exactly its cost."
+    most = SPREAD_BOUNDS[int(np.searchsorted(bins.cumsum(), 0.99 * total)) + 1]
+    return text + f"99 % of {total:,} steps took at most {math.exp(most):.2f} times their cost; the spread is drawn."
 
 
 def _one_engine(info: dict[str, Any], model: str) -> dict[str, Any]:

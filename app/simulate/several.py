@@ -21,7 +21,7 @@ from app.config.settings import Settings, SettingsError
 from app.config.several import settings_of_models
 from app.serving.model_policy import ModelPolicy, ModelState, PooledModel, Waiter
 from app.serving.model_pool import CHECK_SECONDS, memory_limit
-from app.simulate.driver import AdmissionDoor, AdmittedPlace, Outcome, run_whole
+from app.simulate.driver import AdmissionDoor, AdmittedPlace, Outcome, figures_of_steps, run_whole
 from app.simulate.loads import WorkloadLoad
 from app.simulate.machine import Machine, read_machine
 from app.workload.datasets import WorkloadRequest
@@ -29,7 +29,7 @@ from app.workload.report import statistics
 from engine.core.core import EngineCore
 from engine.costs.table import StepLoad
 from engine.messages import EngineCoreRequest
-from engine.simulation.counting import CountingExecutor, VirtualClock
+from engine.simulation.counting import CountingExecutor, DrawnCosts, VirtualClock
 from engine.simulation.engines import Engines
 from engine.simulation.simulation import Door, Simulation
 from gpu.host import usable_cores
@@ -90,20 +90,24 @@ def simulate_models(
     *,
     max_concurrency: int | None = None,
     watch: Callable[[Simulation], None] | None = None,
+    seed: int | None = None,
 ) -> Outcome:
-    """Serve a workload on the virtual clock. `owners` are the indices of the requests' models. Raises SettingsError."""
+    """Serve a workload on the virtual clock. `owners` are the indices of the requests' models; `seed` is that of
+    `simulate`. Raises SettingsError."""
     cores, device_seconds = usable_cores(), 0.0
+    drawn: list[DrawnCosts] = []  # of each model
 
     def make_core(facts: ModelFacts, clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
         machine, share = facts.machine, min(1.0, (facts.settings.num_threads or cores) / cores)
+        drawn.append(costs := DrawnCosts(machine.table, settings.seed if seed is None else seed))
 
         def cost(load: StepLoad) -> float:
             nonlocal device_seconds
-            seconds = machine.table.cost(load)
+            seconds = costs(load)
             device_seconds += seconds * share
             return seconds * max(1.0, engines.num_busy * share)
 
-        executor = CountingExecutor(machine.num_blocks, machine.block_size, cost, clock=clock, sleep=clock.sleep)
+        executor = machine.executor(clock, cost)
         config = machine.config(facts.settings)
         return EngineCore(config, executor, costs=machine.table, learns_costs=False, clock=clock), executor
 
@@ -117,7 +121,7 @@ def simulate_models(
     simulation = Simulation(engines, load, lambda _: door, inbound=machine.inbound, outbound=machine.outbound)
     outcome = run_whole(simulation, load, sum(each.settings.max_num_seqs for each in models), watch)
     outcome.figures["device_utilization"] = device_seconds / max(simulation.now, 1e-9)
-    outcome.figures.update(door.figures())
+    outcome.figures.update(door.figures() | figures_of_steps(drawn))
     return outcome
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from app.config.settings import SettingsError
+from engine.messages import MAX_N
 
 # Plain English words that are one token each with a space before them in most vocabularies.
 _TEXT = (
@@ -45,6 +46,7 @@ class WorkloadRequest:
     conversation: int | None = None
     think_time: float = 0.0  # seconds
     text: str | None = None  # the recorded prompt; the length of its pieces is then an estimate
+    n: int = 1  # choices, each with `num_output_tokens`
 
     @property
     def num_new_tokens(self) -> int:
@@ -294,9 +296,9 @@ def _tokens_in(text: str) -> int:
 #
 # own       JSON lines: {"time": 0.5, "input_tokens": 300, "output_tokens": 40}, with any of "prefix": [["name", 100],
 #           ...] (how the prompt begins: equal names are equal tokens), "conversation" (a number; its later lines have
-#           no "time" but wait for the previous answer) and "think_time". Times are seconds
+#           no "time" but wait for the previous answer), "think_time" and "n" (choices). Times are seconds
 # Mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (blocks of 512 tokens)
-# vLLM      the JSON of `bench serve --save-detailed`: start_times, input_lens, output_lens
+# vLLM      the JSON of `bench serve --save-detailed`: start_times, input_lens, output_lens; ours also has n
 
 
 MAX_BYTES = 2**30
@@ -379,7 +381,7 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
 
 def _own(entry: _Entry) -> WorkloadRequest:
     fields = entry.fields
-    known = ("time", "input_tokens", "output_tokens", "prefix", "conversation", "think_time")
+    known = ("time", "input_tokens", "output_tokens", "prefix", "conversation", "think_time", "n")
     if unknown := [name for name in fields if name not in known]:
         raise entry.wrong(unknown[0], f"the fields {', '.join(known)}")
     pairs = entry.items("prefix", _is_piece, "pairs of a name and a number of tokens")
@@ -396,6 +398,7 @@ def _own(entry: _Entry) -> WorkloadRequest:
         arrival=None if follows else entry.number("time", 0, MAX_SECONDS),
         conversation=conversation,
         think_time=entry.number("think_time", 0, MAX_SECONDS, 0.0),
+        n=_choices(entry),
     )
 
 
@@ -419,9 +422,14 @@ def _of_vllm(entry: _Entry) -> Iterator[WorkloadRequest]:
     for name, values in (("output_lens", outputs), ("start_times", starts)):
         if len(values) != len(inputs) or not values:
             raise entry.wrong(name, f"as many as input_lens has ({len(inputs)}), at least 1")
+    n = _choices(entry)
     for number, (start, num_inputs, num_outputs) in enumerate(zip(starts, inputs, outputs, strict=True)):
         if num_inputs and num_outputs:  # a request that failed has no lengths
-            yield WorkloadRequest((Piece(f"prompt {number}", num_inputs),), num_outputs, arrival=start)
+            yield WorkloadRequest((Piece(f"prompt {number}", num_inputs),), -(-num_outputs // n), arrival=start, n=n)
+
+
+def _choices(entry: _Entry) -> int:
+    return 1 if entry.fields.get("n") is None else entry.count("n", 1, MAX_N)
 
 
 def _from_zero(requests: list[WorkloadRequest], entries: list[_Entry]) -> list[WorkloadRequest]:

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.workload.report import RequestRecord, concurrency
+from app.workload.report import STEPS, RequestRecord, concurrency
 
 WIDTH, HEIGHT = 560, 240  # of a plot, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 40, 26, 24
@@ -235,6 +235,7 @@ def print_result(result: dict[str, Any], beside: dict[str, Any] | None = None) -
         latencies.add_row(*row)
     console.print(latencies)
     if "predicted" in result:
+        console.print(f"Predicted by the step costs before the run, {result['predicted_from']}", highlight=False)
         table = Table("", *("measured", "predicted", "error"), box=None, padding=(0, 2), header_style="bold")
         for key, error in result["prediction_error"].items():
             table.add_row(key, f"{result[key]:,.2f}", f"{result['predicted'][key]:,.2f}", f"{100 * error:+.1f} %")
@@ -298,9 +299,23 @@ def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
+def doubts_of_steps(result: Mapping[str, Any]) -> list[str]:
+    """Return warnings about the step costs of a simulation."""
+    doubts = []
+    found = result.get("unmeasured") or {}
+    if (share := sum(each[1] for each in found.values())) > 0.01:
+        sizes = ", ".join(f"{STEPS[name]} up to {largest:,} tokens" for name, (largest, _) in found.items())
+        doubts.append(f"{100 * share:.0f} % of the steps' time is of sizes that the table never measured: {sizes}.")
+    if not result.get("has_spread", True):
+        doubts.append(
+            "The table of step costs has no spread: tails are not predicted, high percentiles come out too low."
+        )
+    return doubts
+
+
 def doubts_of(result: dict[str, Any]) -> list[str]:
     """Return warnings about the figures."""
-    doubts = []
+    doubts = doubts_of_steps(result)
     if "stopped_by" in result:
         left_out = result.get("num_prompts", 0) - result["completed"] - result["failed"]
         doubts.append(f"The run was stopped: {left_out} requests are left out, not sent or in flight at that time.")

@@ -20,6 +20,11 @@ from app.config.settings import SettingsError
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SLO_METRICS = ("ttft", "tpot", "e2el")  # latencies with one value per request
 PERCENTILES = (50.0, 90.0, 99.0)
+STEPS = {  # the steps of each curve of a step-cost table, in words, before a number of tokens
+    "decode": "decodes of",
+    "prefill": "prefills of",
+    "mixed": "prefills with decodes of",
+}
 
 
 @dataclass(slots=True)

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -144,20 +146,25 @@ class StepCosts:
         calibration, self._calibration = self._calibration, None
         if calibration is not None and self.table.is_known:
             logger.info("Step costs, measured in %.1f s: %s", calibration.seconds, self.table.summary)
+            self.table.measured_at, self.table.machine_load = time.time(), os.getloadavg()[0]
             self._due = 0
             self._save()
 
     def before_update(self, step: EndedStep) -> None:
         """Learn from a step. Observing costs a tenth of a fast device's host time per step, so only some of the many
-        decode-only steps are observed."""
+        decode-only steps are observed. A step that other work delayed counts in the spread only."""
         if self._tracker is None:
             return
         self._num_observable += 1
-        if self._lost_time.was_held_up(step.seconds_with_host):
-            return
+        seconds = step.seconds_with_host
+        was_held_up = self._lost_time.was_held_up(seconds)
         is_due = self._num_observable <= FIRST_LOOKS or not self._num_observable % DECODES_PER_LOOK
         if step.num_prefill_tokens or is_due:
-            self._tracker.observe(_load(step.plan, self._requests), step.seconds_with_host)
+            load = _load(step.plan, self._requests)
+            if not was_held_up:
+                self._tracker.observe(load, seconds)
+            self.table.note(load, seconds)
+            self.table.measured_at = time.time()
 
     def has_news(self, num_steps: int) -> bool:
         """Return True if the table is due to be sent: after some steps, or fewer if it has changed much. The front end
@@ -171,6 +178,8 @@ class StepCosts:
         if self.has_news(num_steps):
             self._due = num_steps + max(1, min(num_steps, STEPS_BETWEEN_NEWS))
             self._sent_at, self._changes_sent = num_steps, 0.0 if self._tracker is None else self._tracker.changes
+            if self._num_observable:
+                self.table.machine_load = os.getloadavg()[0]
             events.stats.step_costs = self.table.to_json()
 
     def close(self, is_healthy: bool) -> None:

@@ -15,13 +15,16 @@ per key, because a chunk reads a key once for many tokens.
 All parts are at least 0 and never fall with more tokens, so neither does the sum. Updates scale parts and never add to
 them, so that sizes without measures follow the measured ones.
 
+A cost is a middle value. How far steps are from it is the spread: for each size a histogram of the logarithms of their
+seconds over the cost, steps that other work delayed included. The simulator draws from it.
+
 The EngineCore owns the table and updates it from the steps it makes. Other parts have copies, as JSON.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 from itertools import accumulate
 from typing import NamedTuple, Self
@@ -35,6 +38,13 @@ KEYS_PER_TOKEN = 8192  # before the first measure: attention to so many keys cos
 _FEW_TOKENS = 16  # smaller sizes show the fixed cost of a step, not the cost of a token
 _TOKENS_PER_STEP = 8  # before the first measure: a step's fixed cost, in tokens
 SETTLED = 3  # measures; the least of them counts, because other work on the machine may delay one or two
+# The bounds of the spread's bins, as natural logarithms of seconds over the cost; the outer bins have all beyond.
+SPREAD_BOUNDS = (
+    *(-1.0, -0.5, -0.3, -0.2, -0.12, -0.07, -0.03),
+    *(0.0, 0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25, 1.6, 2.0, 3.0),
+)
+_NUM_BINS = len(SPREAD_BOUNDS) - 1
+_MOST_SPREAD = 2000  # steps of a size; at so many all bins are halved, so that old steps are forgotten
 
 
 class StepLoad(NamedTuple):
@@ -54,20 +64,28 @@ def chunk_keys(start: int, num_tokens: int) -> int:
 
 class Curve(msgspec.Struct, forbid_unknown_fields=True):
     """Seconds over numbers of tokens: ascending `sizes`, the `seconds` of each, which never fall, and how often each
-    was measured. A curve without measures has only a shape, which the first measure scales."""
+    was measured. A curve without measures has only a shape, which the first measure scales. `spread` has the bins
+    of each size, none where there were no real steps, as in all tables of earlier versions."""
 
     sizes: list[int]
     seconds: list[float]
     counts: list[int] = []
+    spread: list[list[int]] = []
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [SETTLED] * len(self.sizes)
-        if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) <= MAX_SIZES:
-            raise ValueError(f"a curve has 1 to {MAX_SIZES} sizes, and seconds and a count for each")
+        self.spread = self.spread or [[] for _ in self.sizes]
+        if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) == len(self.spread) <= MAX_SIZES:
+            raise ValueError(
+                f"a curve has 1 to {MAX_SIZES} sizes, and for each seconds, a count and bins of the spread"
+            )
         if any(a >= b for a, b in zip([0, *self.sizes], [*self.sizes, MAX_TOKENS + 1], strict=True)):
             raise ValueError(f"the sizes of a curve ascend, from 1 at least to {MAX_TOKENS} at most")
         if not all(map(_is_cost, self.seconds)) or self.seconds != sorted(self.seconds) or min(self.counts) < 0:
             raise ValueError(f"the seconds of a curve are at least 0, at most {MAX_SECONDS:g}, and never fall")
+        for bins in filter(None, self.spread):
+            if len(bins) != _NUM_BINS or min(bins) < 0 or not 0 < sum(bins) <= MAX_TOKENS:
+                raise ValueError(f"the spread of a size has {_NUM_BINS} numbers of steps, none below 0, or none at all")
 
     @classmethod
     def unknown(cls, largest: int) -> Curve:
@@ -123,7 +141,19 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
 
     def settled(self) -> Curve:
         """Return a copy that counts only the sizes that were measured often enough to be believed."""
-        return Curve(self.sizes[:], self.seconds[:], [count if count >= SETTLED else 0 for count in self.counts])
+        counts = [count if count >= SETTLED else 0 for count in self.counts]
+        return Curve(self.sizes[:], self.seconds[:], counts, [bins[:] for bins in self.spread])
+
+    def note(self, size: int, log_ratio: float) -> None:
+        """Count a step in the spread that took e^`log_ratio` times its cost. A size that was measured too few times has
+        no cost yet that a step could be compared with."""
+        index = self.nearest(size)
+        if self.counts[index] < SETTLED:
+            return
+        bins = self.spread[index] = self.spread[index] or [0] * _NUM_BINS
+        bins[min(max(bisect_right(SPREAD_BOUNDS, log_ratio) - 1, 0), _NUM_BINS - 1)] += 1
+        if sum(bins) >= _MOST_SPREAD:
+            bins[:] = [(each + 1) // 2 for each in bins]
 
     def share_out(self, size: int, decode_seconds: float) -> None:
         """Limit the other sizes by `size`, measured just now: larger ones to at most its cost in proportion.
@@ -174,10 +204,14 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     decode_key: float = 0.0
     prefill_key: float = 0.0
     prefill_row: float = 0.0  # for each prompt after the first
+    measured_at: float = 0.0  # Unix time of the latest measure; 0 if it is not known
+    machine_load: float | None = None  # the load average when the table was sent or saved last
 
     def __post_init__(self) -> None:
         if not all(map(_is_cost, (self.decode_key, self.prefill_key, self.prefill_row))):
             raise ValueError(f"decode_key, prefill_key and prefill_row must be between 0 and {MAX_SECONDS:g} seconds")
+        if not 0.0 <= self.measured_at <= 1e11:
+            raise ValueError("measured_at must be a Unix time between 0 and 1e11 seconds")
 
     @classmethod
     def unknown(cls, max_num_seqs: int, max_num_batched_tokens: int) -> StepCostTable:
@@ -235,6 +269,19 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return alone + more
         added = self.mixed.at(tokens) if self.mixed.is_known else alone
         return max(seconds + added, alone) + more
+
+    def curve_of(self, load: StepLoad) -> tuple[Curve, int]:
+        """Return the curve that knows how many steps were like this one, and the step's size on it."""
+        if not load.num_prefill_tokens:
+            return self.decode, load.num_decodes
+        return (self.mixed if load.num_decodes else self.prefill), load.num_prefill_tokens
+
+    def note(self, load: StepLoad, seconds: float) -> None:
+        """Count in the spread that a step took `seconds`."""
+        cost = self.cost(load)
+        if cost > 0.0 < seconds:
+            curve, size = self.curve_of(load)
+            curve.note(size, math.log(seconds) - math.log(cost))
 
     def times_of(self, other: StepCostTable) -> float:
         """Return this table's seconds divided by another's, at the size where they differ most among the sizes that

@@ -1,12 +1,15 @@
-"""An executor that counts tokens instead of computing them, and a virtual clock."""
+"""An executor that counts tokens instead of computing them, the seconds of its steps, and a virtual clock."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from engine.config import Clock
-from engine.costs.table import StepLoad, chunk_keys
+from engine.costs.table import SETTLED, SPREAD_BOUNDS, Curve, StepCostTable, StepLoad, chunk_keys
 from engine.executor import StepHandle
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 
@@ -111,6 +114,53 @@ class CountingExecutor:
         return SimulatedStep(output, lambda: self._sleep(end - self._clock()))
 
     def shutdown(self) -> None: ...
+
+
+# A size with fewer steps has the spread of all sizes of its curve; a curve with fewer steps has none.
+ENOUGH, FEW = 100, 20
+_QUANTILES = (np.arange(4096) + 0.5) / 4096
+
+
+class DrawnCosts:
+    """A `StepCost` that draws seconds from the spread of a table around its costs, in the order of the steps. Equal
+    seeds give equal draws. A table without a spread gives its costs themselves.
+
+    It counts the seconds of steps of sizes that were never measured, or are larger than the largest size.
+    """
+
+    def __init__(self, table: StepCostTable, seed: int) -> None:
+        self._table = table
+        self._draw = random.Random(f"{seed} steps").random
+        curves = {"decode": table.decode, "prefill": table.prefill, "mixed": table.mixed}
+        self._known = {id(curve): (name, _ratios(curve)) for name, curve in curves.items()}
+        self.has_spread = any(any(ratios) for _, ratios in self._known.values())
+        self.seconds = 0.0
+        self.unmeasured: dict[str, tuple[float, int]] = {}  # seconds, and the largest such size, by curve
+
+    def __call__(self, load: StepLoad) -> float:
+        seconds = self._table.cost(load)
+        curve, size = self._table.curve_of(load)
+        index = curve.nearest(size)
+        name, ratios = self._known[id(curve)]
+        if quantiles := ratios[index]:
+            seconds *= quantiles[int(self._draw() * len(quantiles))]
+        self.seconds += seconds
+        if curve.counts[index] < SETTLED or size > 1.5 * curve.sizes[-1]:
+            so_far, largest = self.unmeasured.get(name, (0.0, 0))
+            self.unmeasured[name] = so_far + seconds, max(largest, size)
+        return seconds
+
+
+def _ratios(curve: Curve) -> list[list[float]]:
+    """Return for each size the quantiles of seconds over the cost, none if steps of the curve have no spread."""
+    together = [sum(each) for each in zip(*filter(None, curve.spread), strict=True)]
+    of_bins = {}
+    for bins in (together, *curve.spread):
+        if (total := sum(bins)) >= (FEW if bins is together else ENOUGH):
+            shares = np.cumsum([0, *bins]) / total
+            of_bins[id(bins)] = np.exp(np.interp(_QUANTILES, shares, SPREAD_BOUNDS)).tolist()
+    of_all = of_bins.get(id(together), [])
+    return [of_bins.get(id(bins), of_all) for bins in curve.spread]
 
 
 class VirtualClock:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from engine.commands import AddRequests, Command, FinishRequests, PublishKVEvents, ResetPrefixCache
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -121,11 +123,12 @@ class Engines:
         return len(self._owners)
 
     def add(self, request: EngineCoreRequest) -> None:
-        command = AddRequests.of([request])
+        """Give all choices of a request to an engine. Several have the request's id with their number after a "/"."""
+        choices = _choices(request)
         index = 0 if self._owner is None else self._owner(request)
         if self._router is not None:
             index = self._router.choose(
-                [request.request_id],
+                [choice.request_id for choice in choices],
                 request.prompt_token_ids,
                 self._alive,
                 tenant=request.tenant,
@@ -134,9 +137,9 @@ class Engines:
             )
             tokens = self._router.uncached_tokens
             self._imbalances.append(max(tokens) * len(tokens) / max(sum(tokens), 1))
-        self._owners[request.request_id] = self.replicas[index], request
         replica = self.replicas[index]
-        replica.inbox.append(command)
+        self._owners.update((choice.request_id, (replica, choice)) for choice in choices)
+        replica.inbox.append(AddRequests.of(choices))
         if replica.outputs is None:
             self._ready.add(index)
 
@@ -213,3 +216,18 @@ class Engines:
         self._owners.pop(request_id, None)
         if self._router is not None:
             self._router.ended(request_id, by_itself=by_itself)
+
+
+def _choices(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """Return a request for each choice, with answers that differ."""
+    sampling = request.sampling
+    if sampling.n == 1:
+        return [request]
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}/{number}",
+            sampling=replace(sampling, n=1, seed=(sampling.seed or 0) + number * (sampling.max_tokens or 0)),
+        )
+        for number in range(sampling.n)
+    ]

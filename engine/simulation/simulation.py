@@ -27,10 +27,13 @@ class SimulatedRequest(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int
     arrival_time: float = 0.0  # at the engine
     scheduled_time: float | None = None  # when it got a running slot first
+    num_open: int = 1  # choices that have not ended
     token_times: list[float] = []  # as the client sees them
-    num_cached_tokens: int = 0
+    token_choices: list[int] = []  # the number of each token's choice; empty: one choice
+    begun: int = 0  # choices with a token, as bits
+    num_cached_tokens: int = 0  # the least of its choices
     num_preemptions: int = 0
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # of the choice that ended last
     end_time: float | None = None
     error: str | None = None
     is_refused: bool = False  # by the admission
@@ -204,9 +207,13 @@ class Simulation:
         self.engines.begin(self._next_request)
 
     def _lose(self, engines: range) -> None:
-        for request, has_begun in self.engines.lose(engines):
-            record = self.open[request.request_id]
-            if has_begun or record.token_times:
+        lost = self.engines.lose(engines)
+        begun = {_of_choice(request.request_id)[0] for request, has_begun in lost if has_begun}
+        for request, _ in lost:
+            record = self.open.get(_of_choice(request.request_id)[0])
+            if record is None:
+                continue  # it has failed with another choice
+            if record.request_id in begun or record.token_times:
                 record.error = "its engine was lost"
                 self._end(record, self.now + self._outbound)
             else:
@@ -219,6 +226,7 @@ class Simulation:
             number=self.num_sent,
             start_time=self.now,
             num_prompt_tokens=len(request.prompt_token_ids),
+            num_open=request.sampling.n,
         )
         self.num_sent += 1
         self.work += WORK_PER_REQUEST + record.num_prompt_tokens
@@ -243,11 +251,18 @@ class Simulation:
         self.engines.add(request)
 
     def _receive(self, output: EngineCoreOutput, now: float, ends: list[float]) -> None:
-        record = self.open[output.request_id]
+        request_id, choice = _of_choice(output.request_id)
+        record = self.open.get(request_id)
+        if record is None:
+            return  # it has failed with another choice
         time = now + self._outbound
         self.kept_tokens += len(output.new_token_ids)
-        if not record.token_times and output.new_token_ids and output.request_id in self._places:
-            self._places[output.request_id].begin()
+        if not record.begun >> choice & 1 and output.new_token_ids:
+            record.begun |= 1 << choice
+            if request_id in self._places:
+                self._places[request_id].begin()
+        if request_id != output.request_id:
+            record.token_choices += [choice] * len(output.new_token_ids)
         if len(output.new_token_ids) == 1:
             record.token_times.append(time)
         else:
@@ -258,11 +273,14 @@ class Simulation:
                     record.scheduled_time = event.time
                 record.num_preemptions += event.kind is EventKind.PREEMPTED
         if output.finish_reason is not None:
-            record.num_cached_tokens = output.num_cached_tokens
+            record.num_open -= 1
+            if record.finish_reason is None or output.num_cached_tokens < record.num_cached_tokens:
+                record.num_cached_tokens = output.num_cached_tokens
             record.finish_reason = output.finish_reason
             if output.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
                 record.error = output.error or str(output.finish_reason)
-            self._end(record, time)
+            if not record.num_open:
+                self._end(record, time)
 
     def _end(self, record: SimulatedRequest, time: float) -> None:
         place = self._places.pop(record.request_id, None)
@@ -275,3 +293,9 @@ class Simulation:
         while len(self.ended) > self._keep or (self.kept_tokens > self._keep_tokens and self.ended):
             self.kept_tokens -= len(self.ended.popleft().token_times)
         heapq.heappush(self._news, (time, record.number, record))
+
+
+def _of_choice(choice_id: str) -> tuple[str, int]:
+    """Return the id of the request and the number of its choice."""
+    request_id, _, number = choice_id.partition("/")
+    return request_id, int(number or 0)

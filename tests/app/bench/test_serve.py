@@ -18,7 +18,7 @@ import pytest
 
 from app.commands.cli import main
 from tests.app.bench.scripted_server import SSE_HEAD, chunk, event, scripted, usage
-from tests.app.simulate.helpers import TABLE
+from tests.app.simulate.helpers import TABLE, spread_table
 from tests.selection import slow_except
 from tests.support.harness import Server
 from tests.support.tiny_model import NAME, tiny_server
@@ -241,7 +241,37 @@ def test_what_the_simulator_says_is_told_beside(
     # Beside other work all tokens of an answer may arrive together, in no time: then there is nothing to divide by.
     measured = {"p99_itl_ms"} if result["p99_itl_ms"] else set()
     assert result["prediction_error"].keys() >= {"output_throughput", "median_ttft_ms"} | measured
-    assert "predicted" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Predicted by the step costs before the run, of unknown age: decodes of 1 to 64 tokens (9 steps)" in printed
+    assert "tails are not predicted" in printed
+    more = bench(server, tmp_path, *flags, "--extra-body", '{"n": 3}', "--predict", str(table))
+    assert (result["n"], more["n"]) == (1, 3)
+    assert more["total_output_tokens"] == 3 * result["total_output_tokens"]
+    assert more["predicted"]["output_throughput"] > 1.5 * result["predicted"]["output_throughput"]
+
+
+def test_a_prediction_has_the_step_costs_of_just_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_ADMIN_KEYS", "sk-admin")
+    seen: list[int] = []  # requests that the server had answered when it was asked for its step costs
+
+    class Pages(dict[str, object]):
+        def get(self, path: str, default: object = None) -> object:
+            if path != "/server_info":
+                return super().get(path, default)
+            seen.append(len(plain.bodies))
+            table = spread_table()
+            table.measured_at, table.machine_load = time.time(), 10.0 * len(plain.bodies)
+            return {"step_cost": json.loads(table.to_json())}
+
+    with scripted(answer_of_one_token, pages=Pages({"/v1/models": {"data": [{"id": "theirs"}]}})) as plain:
+        flags = ["--num-prompts", "3", "--input-len", "4", "--output-len", "1", "--num-warmups", "2", "--predict"]
+        assert main(["bench", "serve", "--base-url", plain.url, *flags]) == 0
+    assert seen == [0, 2], "before the warm-ups, where a missing key is noticed, and after them"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"before the run, measured 0:00:0\d ago at a load average of 20.0: decodes", printed)
+    assert "the spread is drawn" in printed
 
 
 def test_what_steps_cost_is_asked_of_the_server_with_a_key_of_its_own(
@@ -311,7 +341,9 @@ def test_a_server_that_starts_is_waited_for() -> None:
         (["--base-url", "http://127.0.0.1:99999"], "--base-url: got 'http://127.0.0.1:99999'"),
         (["--base-url", "http://[::1"], "--base-url: got 'http://[::1'"),
         (["--max-concurrency", "0"], "--max-concurrency: got 0"),
-        (["--extra-body", '{"n": 2}', "--predict"], "--extra-body: got n=2; allowed with --predict: 1"),
+        (["--extra-body", '{"n": 200}', "--predict"], "--extra-body: got n=200; allowed with --predict: 1 to 128"),
+        (["--extra-body", '{"n": "2"}', "--predict"], "--extra-body: got n='2'; allowed with --predict: 1 to 128"),
+        (["--extra-body", '{"n": 2.5}', "--predict"], "--extra-body: got n=2.5; allowed with --predict: 1 to 128"),
         (["--input-len", "0"], "--input-len: got 0; allowed: more than 0"),
         (["--request-timeout", "nan"], "--request-timeout: got nan"),
         (["--header", "x=a\r\nb: c"], "--header: 'x' has characters that cannot be sent"),

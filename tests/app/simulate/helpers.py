@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from app.config.settings import Settings
 from app.simulate.driver import Outcome, simulate
 from app.simulate.machine import Machine
 from app.workload.datasets import Piece, WorkloadRequest
-from engine.costs.table import Curve, StepCostTable
+from engine.costs.table import Curve, StepCostTable, StepLoad
 
 TABLE = StepCostTable(
     decode=Curve([1, 8, 64], [0.007, 0.010, 0.035]),
@@ -18,6 +19,15 @@ TABLE = StepCostTable(
     decode_key=1e-8,
     prefill_key=2e-8,
 )
+
+
+def spread_table(sigma: float = 0.2) -> StepCostTable:
+    """The table, with steps that took a log-normal number of times their cost."""
+    table, draw = StepCostTable.from_json(TABLE.to_json()), Random(0)
+    for load in (StepLoad(1), StepLoad(8), StepLoad(0, 0, 1, 64), StepLoad(8, 0, 1, 64)):
+        for _ in range(500):
+            table.note(load, table.cost(load) * draw.lognormvariate(0, sigma))
+    return table
 
 
 class Instant(Machine):

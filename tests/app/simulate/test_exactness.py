@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 
 from app.config.settings import Settings
-from app.simulate.driver import Outcome, simulate
+from app.simulate.driver import Outcome, run_whole, simulate
 from app.simulate.loads import WorkloadLoad
 from app.simulate.machine import Machine
 from app.workload.datasets import Piece, WorkloadRequest, read_trace
 from engine.core.core import EngineCore
+from engine.costs.table import StepCostTable, StepLoad
 from engine.messages import EngineCoreRequest, EventKind, ModelFacts
-from tests.app.simulate.helpers import TABLE, Instant, asked, constant, simulated
+from engine.simulation.counting import CountingExecutor, VirtualClock
+from engine.simulation.engines import Engines
+from engine.simulation.simulation import Simulation
+from tests.app.simulate.helpers import TABLE, Instant, asked, constant, simulated, spread_table
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.simulated_executor import SimulatedExecutor
 
@@ -56,15 +60,60 @@ def test_the_same_twice(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.02, 0.09, 0.3])
-@pytest.mark.parametrize("num_blocks", [BLOCKS, 400])
-def test_steps_that_are_made_as_one_give_the_same(gap: float, num_blocks: int) -> None:
-    machine = Machine(table=TABLE, num_blocks=num_blocks)
+@pytest.mark.parametrize(
+    ("num_blocks", "table"), [(BLOCKS, TABLE), (400, TABLE), (BLOCKS, spread_table())], ids=["few", "many", "spread"]
+)
+def test_steps_that_are_made_as_one_give_the_same(gap: float, num_blocks: int, table: StepCostTable) -> None:
+    machine = Machine(table=table, num_blocks=num_blocks)
     watched = simulate(crowd(gap=gap), machine, Settings(max_num_seqs=8), watch=lambda simulation: None)
     leaping = simulated(crowd(gap=gap), machine, max_num_seqs=8)
     assert told(watched) == told(leaping)
     for name in ("num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"):
         assert watched.figures[name] == leaping.figures[name]
     assert watched.figures["slot_utilization"] == pytest.approx(leaping.figures["slot_utilization"])
+
+
+def test_only_the_seed_changes_what_is_drawn_from_a_spread() -> None:
+    machine = Machine(table=spread_table())
+    first, again, other = (told(simulate(crowd(), machine, Settings(), seed=seed)) for seed in (0, None, 1))
+    assert first == again != other
+    assert told(simulated(crowd(), Machine(table=spread_table(1e-9)))) != first
+
+
+def test_the_gaps_of_an_engine_with_noisy_steps_are_foretold() -> None:
+    """An engine learns its costs from steps with a tail, and serves a load; the simulator has the table of before."""
+    draw = random.Random(3)
+    table = StepCostTable.unknown(8, 512)
+
+    def seconds(load: StepLoad) -> float:
+        return (
+            TABLE.cost(load) * draw.lognormvariate(0, 0.05) * (draw.uniform(1.5, 4.0) if draw.random() < 0.03 else 1.0)
+        )
+
+    def make_core(clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
+        executor = machine.executor(clock, seconds)
+        return EngineCore(machine.config(settings), executor, costs=table, clock=clock), executor
+
+    machine, settings = Machine(table=table), Settings(max_num_seqs=8)
+    lengths = random.Random(4)
+    loads = [
+        [asked(0.0, lengths.randint(32, 160), lengths.randint(20, 60), f"{run} {number}") for number in range(100)]
+        for run in range(2)
+    ]
+    for requests in loads:
+        before = StepCostTable.from_json(table.to_json())
+        load = WorkloadLoad(requests, max_concurrency=8, settings=settings)
+        engines = Engines([make_core])
+        simulation = Simulation(engines, load, inbound=machine.inbound, outbound=machine.outbound)
+        measured = run_whole(simulation, load, 8, None).result()
+    foretold = simulate(loads[1], Machine(table=before), settings, max_concurrency=8).result()
+    for figure in ("median_itl_ms", "p99_itl_ms", "median_ttft_ms", "output_throughput"):
+        assert foretold[figure] == pytest.approx(measured[figure], rel=0.25), figure
+    bare = StepCostTable.from_json(before.to_json())
+    for curve in (bare.decode, bare.prefill, bare.mixed):
+        curve.spread = [[] for _ in curve.sizes]
+    without = simulate(loads[1], Machine(table=bare), settings, max_concurrency=8).result()
+    assert without["p99_itl_ms"] < foretold["p99_itl_ms"], "without a spread there is no tail"
 
 
 class Offline(WorkloadLoad):

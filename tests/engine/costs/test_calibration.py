@@ -173,19 +173,22 @@ def test_of_a_machine_that_is_busy_for_good_steps_cost_what_they_take() -> None:
     assert device.core.costs.cost(StepLoad(1, 80)) == pytest.approx(40 * device.truth(StepLoad(1, 80)), rel=0.2)
 
 
-def test_a_real_step_that_lost_its_processor_teaches_nothing() -> None:
+def test_a_real_step_that_lost_its_processor_changes_no_cost_but_the_spread() -> None:
     device = Device()
     device.calibrate()
-    before = device.core.costs.to_json()
+    costs = device.core.costs
+    before = costs.decode.seconds, costs.prefill.seconds, costs.mixed.seconds
+    assert not any(costs.decode.spread), "made-up steps are not in the spread"
     device.core.add(make_request(range(50), max_tokens=100))
     device.lost_steps = 6
     for _ in range(6):
         device.core.step()
-    assert device.core.costs.to_json() == before
+    assert (costs.decode.seconds, costs.prefill.seconds, costs.mixed.seconds) == before
+    assert sum(map(sum, costs.decode.spread)) == costs.decode.spread[0][-1] == 5, "they took 40 times their cost"
     device.slow_steps = 6  # it computes all the time, so that may be the truth
     for _ in range(6):
         device.core.step()
-    assert device.core.costs.to_json() != before
+    assert (costs.decode.seconds, costs.prefill.seconds, costs.mixed.seconds) != before
 
 
 def test_nothing_is_kept_that_was_measured_too_few_times() -> None:

@@ -372,7 +372,7 @@ class ServerError(HeadraceError):
     """A request failed. The message is the server's if it sent one."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.status = status  # None: no HTTP answer came
 
 
@@ -411,7 +411,7 @@ class ServerClient:
         """Return the cards of the served models, at least one."""
         with self.understood():
             cards: list[dict[str, Any]] = json.loads(self.get("/v1/models"))["data"]
-            _ = cards[0]["id"]
+            _ = cards[0], [(card["id"] + "", dict(card.get("chat_parameters") or {})) for card in cards]
         return cards
 
     def wait_until_ready(self, on_progress: Callable[[str], None], poll_seconds: float = 0.2) -> None:
@@ -442,7 +442,7 @@ class ServerClient:
                 with self.understood():
                     chunk = json.loads(data)
                     if error := chunk.get("error"):
-                        raise ServerError(printable(str(error["message"])))
+                        raise ServerError(str(error["message"]))
                 yield chunk
         if not is_over:
             raise ServerError(
@@ -455,9 +455,7 @@ class ServerClient:
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ServerError(
-                f"The answer of {self.url} has an unknown form: {printable(repr(error)[:200])}"
-            ) from error
+            raise ServerError(f"The answer of {self.url} has an unknown form: {repr(error)[:200]}") from error
 
     @contextmanager
     def request(
@@ -485,9 +483,9 @@ def printable(text: str) -> str:
 def _error_message(response: http.client.HTTPResponse) -> str:
     text = response.read().decode("utf-8", "replace")
     try:
-        return printable(str(json.loads(text)["error"]["message"]))
+        return str(json.loads(text)["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        return f"HTTP {response.status}: {printable(text[:200])}"
+        return f"HTTP {response.status}: {text[:200]}"
 
 
 # -------------------------------------------------------------------------------------------------------------- answers

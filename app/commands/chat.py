@@ -147,10 +147,11 @@ def _show(client: ServerClient, conversation: Conversation, *, answers_once: boo
             live.end()
         elif pieces:
             print()
-    if shows_more and pieces:
-        figures.timeline = _timeline(client)
-        if says := str(figures):
-            console.print(says, style="dim", markup=False, highlight=False)
+    with suppress(KeyboardInterrupt, ServerError), client.understood():
+        if shows_more and pieces:
+            figures.timeline = _timeline(client)
+            if says := str(figures):
+                console.print(says, style="dim", markup=False, highlight=False)
     return "".join(pieces), "".join(thoughts), is_whole
 
 
@@ -305,5 +306,6 @@ def _markdown(text: str) -> Markdown:
         if token.type == "html_block":
             token.type = "code_block"
         for child in token.children or ():
+            child.content = printable(child.content)  # links and entities may stand for escape sequences
             child.type = {"softbreak": "hardbreak", "html_inline": "text"}.get(child.type, child.type)
     return markdown

@@ -186,6 +186,8 @@ class Commands:
             return printable(self._commands[word](rest.strip())), self._question
         except (SettingsError, ServerError) as error:
             return printable(str(error)), ""
+        except KeyboardInterrupt:  # of a server that does not answer
+            return "", ""
 
     def _set(self, rest: str) -> str:
         name, _, text = rest.partition(" ")
@@ -263,6 +265,8 @@ class Commands:
         conversation = self._conversation
         try:
             path = Path(name).expanduser()
+            if path.exists() and not path.is_file():  # a pipe, or a device without an end
+                raise ValueError("it is no file")
             model = conversation.read_file(path.read_bytes(), is_markdown=path.suffix == ".md")
         except (OSError, ValueError, RuntimeError, RecursionError) as error:
             why = getattr(error, "strerror", None) or error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from app.client import ServerClient, ServerError
@@ -79,7 +81,13 @@ async def silent(_body):
     yield b""
 
 
-@pytest.mark.parametrize("models", [{}, {"data": []}, "no", {"data": [{"name": "m"}]}])
+@pytest.mark.parametrize(
+    "models",
+    [
+        *({}, {"data": []}, "no", {"data": [{"name": "m"}]}, {"data": [{"id": "m"}, {}]}, {"data": [{"id": ["m"]}]}),
+        {"data": [{"id": "m", "chat_parameters": [1]}]},
+    ],
+)
 def test_a_server_that_names_no_models_is_told_of(models):
     with (
         scripted(silent, pages={"/v1/models": models}) as server,
@@ -92,3 +100,31 @@ def test_a_server_that_names_no_models_is_told_of(models):
 def test_what_is_no_address_is_named(url):
     with pytest.raises(SettingsError, match="--url: got"):
         ServerClient(url)
+
+
+def test_an_answer_that_is_not_http_gives_no_command_to_the_terminal():
+    async def script(_body):
+        yield b"\x1b]52;c;aGk=\x07\x1b[2J evil\r\n\r\n"
+
+    with scripted(script) as server, pytest.raises(ServerError, match="No answer from") as raised:
+        next(ServerClient(server.url).stream({}))
+    assert str(raised.value).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("timeline", [[], {"output_tokens": "x"}, {"segments": [{}], "output_tokens": 50}, None])
+def test_an_answer_stands_whatever_becomes_of_its_figures(conversation, timeline, monkeypatch):
+    """None: Ctrl-C while the figures are waited for, which the client does by sleeping."""
+    event = json.dumps({"choices": [{"delta": {"content": "The sea"}, "finish_reason": "stop"}]})
+
+    async def script(_body):
+        head = SSE_HEAD.replace(b"transfer-encoding: chunked", b"connection: close\r\nx-request-id: one")
+        yield head + f"data: {event}\n\ndata: [DONE]\n\n".encode()
+        yield b""
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    monkeypatch.setattr("app.commands.chat.time.sleep", interrupt)
+    with scripted(script, pages={"/v1/requests/one/timeline": timeline}) as server:
+        assert _show(ServerClient(server.url), conversation) == ("The sea", "", True)

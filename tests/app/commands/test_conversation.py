@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from typing import Any
 
@@ -193,6 +194,21 @@ def test_a_file_that_is_no_conversation_changes_nothing(conversation, tmp_path, 
     assert conversation.messages == TALK
     assert conversation.system == "Be brief."
     assert "No such file" in typed(conversation, f"/load {tmp_path / 'missing.json'}")
+
+
+def test_what_has_no_end_is_not_read(conversation, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        assert "it is no file" in typed(conversation, f"/load {name}")
+
+
+def test_an_interrupt_ends_a_command_and_not_the_conversation(conversation):
+    def models() -> list[dict[str, Any]]:
+        raise KeyboardInterrupt
+
+    commands = Commands(conversation, models)
+    assert commands.take("/model") == ("", "")
+    assert not commands.wants_to_leave
 
 
 def test_a_question_is_asked_again_and_taken_back(conversation):

@@ -111,3 +111,15 @@ def test_a_paragraph_higher_than_the_screen_moves_no_further_than_its_top(monkey
 
 def test_a_quick_stream_is_drawn_seldom(monkeypatch):
     assert shown(list(ANSWER), monkeypatch, interval=60.0).count("Sorting") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("<http://a/%1b]52;c;aGVsbG8=%1b%5c>", "# <http://a/%C2%9B2J>", "| a |\n| - |\n| <http://a/%1b[2J> |"),
+        *("<mailto:a%1b@b>", "&#8238;over", "[x](http://a/%1b[2J)", "&#27;[2J"),
+    ],
+)
+def test_a_link_or_an_entity_gives_no_command_to_the_terminal(monkeypatch, text):
+    written = re.sub(r"\x1b\[[\d;]*[mAJK]", "", shown([text], monkeypatch))
+    assert all(c.isprintable() or c == "\n" for c in written), written

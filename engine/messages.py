@@ -316,10 +316,6 @@ def _whole_number(name: str, value: object) -> int:
     return int(value)  # for example a numpy integer
 
 
-def _whole_number_or_none(name: str, value: object) -> int | None:
-    return None if value is None else _whole_number(name, value)
-
-
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _wrong_type(name, "True or False", value)
@@ -348,8 +344,8 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def _token_ids_or_none(name: str, value: object) -> tuple[int, ...] | None:
-    return None if value is None else _token_ids(name, value)
+def _or_none(read: Callable[[str, object], object]) -> Callable[[str, object], object]:
+    return lambda name, value: None if value is None else read(name, value)
 
 
 def _biases(name: str, value: object) -> dict[int, float] | None:
@@ -374,12 +370,12 @@ _READER_OF: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), _number),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
     **dict.fromkeys(("n", "top_k", "min_tokens"), _whole_number),
-    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), _whole_number_or_none),
-    "thinking_token_budget": _whole_number_or_none,
+    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), _or_none(_whole_number)),
+    "thinking_token_budget": _or_none(_whole_number),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), _flag),
     **dict.fromkeys(("stop", "bad_words"), _texts),
     **dict.fromkeys(("stop_token_ids", "logprob_token_ids"), _token_ids),
-    "allowed_token_ids": _token_ids_or_none,
+    "allowed_token_ids": _or_none(_token_ids),
     "logit_bias": _biases,
     "structured_output": _grammar,
 }

@@ -62,11 +62,6 @@ def inverse_frequencies(dim: int, theta: float, scaling: RopeScaling | None, max
     return _SCALINGS[scaling.rope_type](inverse, scaling, theta)
 
 
-def _scale_linear(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
-    """Position interpolation (Chen et al., arXiv:2306.15595)."""
-    return inverse / np.float32(scaling.factor)
-
-
 def _scale_llama3(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
     """Llama 3.1: slow down pairs that turn less than `low_freq_factor` times in the original context, keep pairs that
     turn more than `high_freq_factor` times, and blend between. This is the formula of Meta's `apply_scaling`."""
@@ -95,7 +90,8 @@ def _scale_yarn(inverse: Floats, scaling: RopeScaling, theta: float) -> Floats:
 
 
 _SCALINGS: dict[str, Callable[[Floats, RopeScaling, float], Floats]] = {
-    "linear": _scale_linear,
+    # Position interpolation (Chen et al., arXiv:2306.15595).
+    "linear": lambda inverse, scaling, _: inverse / np.float32(scaling.factor),
     "llama3": _scale_llama3,
     "yarn": _scale_yarn,
 }

@@ -73,10 +73,6 @@ class GenerationRoute(Generic[R]):
     body_writer: Callable[[R, answers.AnswerContext], answers.BodyWriter]
 
 
-def _openai_error(error: ApiError, request_id: str | None) -> bytes:
-    return error.body()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """One wire format. All paths at and below `root` speak it, errors of unknown paths included.
@@ -96,7 +92,7 @@ class Dialect:
     generation: Sequence[GenerationRoute[Any]] = ()
     counting: Mapping[str, type[RequestFields]] = field(default_factory=dict)
     others: Sequence[Operation] = ()
-    error_body: Callable[[ApiError, str | None], bytes] = _openai_error
+    error_body: Callable[[ApiError, str | None], bytes] = lambda error, request_id: error.body()
     error_answer: type[Struct] = answers.ErrorEnvelope
     error_event: Callable[[ApiError, str | None], bytes] | None = None
     request_id_header: bytes | None = None

@@ -8,6 +8,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -282,25 +283,19 @@ def _key_of(scope: Scope) -> bytes | None:
     return None
 
 
-_NO_KEY = ApiError(
-    401,
-    "An API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
-    code="missing_api_key",
-    headers={"www-authenticate": "Bearer"},
+_unauthorized = partial(ApiError, 401, headers={"www-authenticate": "Bearer"})
+_NO_KEY = _unauthorized(
+    "An API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.", code="missing_api_key"
 )
-_WRONG_KEY = ApiError(
-    401,
+_WRONG_KEY = _unauthorized(
     "The API key is not valid for this path: it is mistyped, was withdrawn, or is a client's key where an "
     "administrator's is needed, or the other way round. Send another key.",
     code="invalid_api_key",
-    headers={"www-authenticate": "Bearer"},
 )
-_NO_ADMINS = ApiError(
-    401,
+_NO_ADMINS = _unauthorized(
     "This concerns all tenants, so it needs an administrator's key, and the server has none: give it one "
     "with the setting admin_keys.",
     code="invalid_api_key",
-    headers={"www-authenticate": "Bearer"},
 )
 _FOREIGN_ORIGIN = ApiError(
     403,

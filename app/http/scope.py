@@ -144,6 +144,10 @@ class RequestScope:
         except ValueError:
             raise ApiError(400, f"The query takes at most {MAX_QUERY_FIELDS} fields.") from None
 
+    def query_fields(self) -> dict[str, str]:
+        """Return the fields of the query; of a repeated field, the last value."""
+        return {name: values[-1] for name, values in self.query().items()}
+
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a function concurrently with the handler; it is cancelled when the handler has finished."""
         assert self._task_group is not None

@@ -137,7 +137,7 @@ async def upload_file(store: FileStore, server: Server, request: RequestScope) -
 
 async def list_objects(store: FileStore, kind: str, server: Server, request: RequestScope) -> None:
     """GET /v1/files and /v1/batches: a page of the tenant's objects."""
-    query = {name: values[-1] for name, values in request.query().items()}
+    query = request.query_fields()
     usual, most = ("10000", 10_000) if kind == "file" else ("20", 100)
     limit, order = page_size(query.get("limit", usual), most), page_order(query)
     purpose = query.get("purpose") if kind == "file" else None

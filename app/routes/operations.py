@@ -79,7 +79,7 @@ async def _in_time(answers: Awaitable[T]) -> T:
 
 async def reset_prefix_cache(server: ModelServer, request: RequestScope) -> None:
     """POST /reset_prefix_cache, for measurements that must begin cold. Raises ApiError 400 for `reset_external`."""
-    if request.query().get("reset_external", ["false"])[-1].lower() not in ("false", "0"):
+    if request.query_fields().get("reset_external", "false").lower() not in ("false", "0"):
         raise ApiError(
             400,
             "reset_external: allowed: false. The blocks in kv_cache_dir and kv_cache_ram cannot be dropped by request; "
@@ -100,7 +100,7 @@ async def abort_requests(server: Server, request: RequestScope) -> None:
 async def start_profile(server: ModelServer, request: RequestScope) -> None:
     """POST /start_profile?num_steps=100: profile the next steps of each engine. The body is ignored: benchmarks of
     other servers send their first prompt. Raises ApiError 400 for a wrong number of steps."""
-    given = request.query().get("num_steps", [str(PROFILED_STEPS)])[-1]
+    given = request.query_fields().get("num_steps", str(PROFILED_STEPS))
     num_steps = int(given) if given.isascii() and given.isdecimal() and len(given) < 9 else 0
     if not 1 <= num_steps <= MOST_PROFILED_STEPS:
         raise ApiError(

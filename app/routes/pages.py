@@ -91,6 +91,11 @@ class PageFiles:
         }
 
 
+async def page(files: PageFiles, server: Server, request: RequestScope) -> None:
+    """GET /docs, /dashboard and, below their `files`, their scripts and styles."""
+    await files.send(request, request.path_params.get("name", "index.html"))
+
+
 def read_folder(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in TYPES}
 
@@ -113,7 +118,7 @@ def _files() -> dict[str, bytes]:
     }
 
 
-_PAGE = PageFiles(_files, SAME_ORIGIN)
+DOCS = PageFiles(_files, SAME_ORIGIN)  # Swagger UI, without files of other hosts
 _DESCRIBING = Lock()  # the first requests, at once, would each make the document: seconds for the whole process
 
 
@@ -127,16 +132,6 @@ async def openapi(pool: ModelPool, request: RequestScope) -> None:
     settings = server.settings
     given = settings.enable_tokenizer_info_endpoint, server.tenants.administered, settings.files_dir is not None
     await request.send_json(200, await to_thread.run_sync(_described, *given, *sampling.items()))
-
-
-async def docs(server: Server, request: RequestScope) -> None:
-    """GET /docs: Swagger UI, without files of other hosts."""
-    await _PAGE.send(request, "index.html")
-
-
-async def docs_file(server: Server, request: RequestScope) -> None:
-    """GET /docs/files/{name}: its scripts and styles."""
-    await _PAGE.send(request, request.path_params["name"])
 
 
 def _described(*given: Any) -> bytes:
@@ -157,7 +152,7 @@ def _description(
 # /dashboard with its data, and / for browsers.
 
 
-_FILES = PageFiles(lambda: read_folder(Path(__file__).parents[1] / "dashboard" / "page"))
+DASHBOARD = PageFiles(lambda: read_folder(Path(__file__).parents[1] / "dashboard" / "page"))  # without data
 KEEP_ALIVE = (15.0, b": nothing new\n\n")
 
 
@@ -167,16 +162,6 @@ async def home(server: Server, request: RequestScope) -> None:
         await request.send_body(200, b"Ollama is running", "text/plain; charset=utf-8", {"vary": "accept"})
         return
     await request.send_body(303, b"", "text/plain", {"location": "dashboard", "vary": "accept"})
-
-
-async def page(server: Server, request: RequestScope) -> None:
-    """GET /dashboard: the page itself, without data."""
-    await _FILES.send(request, "index.html")
-
-
-async def file(server: Server, request: RequestScope) -> None:
-    """GET /dashboard/files/{name}: its scripts and styles."""
-    await _FILES.send(request, request.path_params["name"])
 
 
 async def frames(feed: Feed, server: Server, request: RequestScope) -> None:
@@ -194,7 +179,7 @@ async def frames(feed: Feed, server: Server, request: RequestScope) -> None:
 
 async def history(past: History, server: Server, request: RequestScope) -> None:
     """GET /dashboard/history?span=15m: figures over time, and what is served."""
-    await request.send_json(200, past.answer(request.query().get("span", ["15m"])[-1]))
+    await request.send_json(200, past.answer(request.query_fields().get("span", "15m")))
 
 
 async def simulation(simulator: Simulator, server: Server, request: RequestScope) -> None:

@@ -125,7 +125,7 @@ async def input_tokens(server: ModelServer, request: RequestScope) -> None:
 
 async def retrieve(server: Server, request: RequestScope) -> None:
     """GET /v1/responses/{id}. A response that is being generated is returned as far as it is complete."""
-    query = _query(request)
+    query = request.query_fields()
     found = server.responses.find_running(request.tenant.name, request.path_params["id"]) or _stored(server, request)
     if query.get("stream", "false").lower() != "false":
         if found.log is None:
@@ -175,7 +175,7 @@ async def cancel(server: Server, request: RequestScope) -> None:
 
 async def input_items(server: Server, request: RequestScope) -> None:
     """GET /v1/responses/{id}/input_items: all items that the response was generated from."""
-    query = _query(request)
+    query = request.query_fields()
     running = server.responses.find_running(request.tenant.name, request.path_params["id"])
     context = running.context if running is not None and running.log is not None else _stored(server, request).context
     if not context:
@@ -273,8 +273,3 @@ def _stored(server: Server, request: RequestScope) -> StoredResponse:
 
 def _not_found(response_id: str) -> ApiError:
     return ApiError(404, f"No response {response_id[:80]!r} is kept here (any more).", param="id", code="not_found")
-
-
-def _query(request: RequestScope) -> Mapping[str, str]:
-    """Return the fields of the query; of a repeated field, the last value."""
-    return {name: values[-1] for name, values in request.query().items()}

@@ -16,12 +16,11 @@ from functools import partial
 from typing import Any
 
 from protocol.chat_template import Markup, Written
-from protocol.syntax.call_reader import Block, CallSink
 from protocol.syntax.harmony import HARMONY
 from protocol.syntax.json_calls import ARGUMENTS, CALL_ID, CallList, CallObject, SectionCalls
 from protocol.syntax.parameter_calls import GEMMA_END, GEMMA_QUOTE, Form, GemmaCall, ParameterCalls, PythonCalls
 from protocol.syntax.reasoning import ReasoningTags
-from protocol.syntax.record import Reading, Syntax
+from protocol.syntax.record import Syntax
 from protocol.tools.kinds import INPUT, Function
 
 _LFM2_TAGS = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -50,10 +49,6 @@ def _known_mistral_id(call_id: str, name: str, number: int) -> str:
     if len(call_id) == _MISTRAL_ID and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:_MISTRAL_ID]
-
-
-def _any_object(reading: Reading, sink: CallSink) -> Block:
-    return CallObject(sink)
 
 
 MISTRAL = Syntax(
@@ -143,7 +138,7 @@ HERMES = Syntax(  # Qwen 2.5 and 3, and many others
     opening="<tool_call>",
     closing="</tool_call>",
     separator="\n",
-    block=_any_object,
+    block=lambda reading, sink: CallObject(sink),
     before='<tool_call>\n{"name": "NAME", "arguments": ',
     after="}\n</tool_call>",
     end_tokens=("<|im_end|>",),

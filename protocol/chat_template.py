@@ -90,7 +90,6 @@ class Renderer(Protocol):
 
     @property
     def variables(self) -> Set[str]: ...
-
     def render(self, context: dict[str, Any]) -> str:
         """Return the text. Raises `RenderingFailed`. Threads may render at the same time."""
 

@@ -63,23 +63,14 @@ def add_flags(parser: ArgumentParser) -> None:
     add = partial(load.add_argument, default=None)
     add("--max-concurrency", type=int, metavar="N", help="Requests at a time. Default: no limit.")
     add("--num-warmups", type=int, default=0, metavar="N", help="Requests before the run that do not count.")
-    add(
-        "--request-timeout",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="A request fails after S seconds. Default: 3600.",
-    )
+    add("--request-timeout", type=float, default=3600.0, metavar="S",
+        help="A request fails after S seconds. Default: 3600.")  # fmt: skip
     add("--seed", type=int, default=0, help="Seed of the workload. Default: 0.")
     add("--request-id-prefix", metavar="TEXT", help="Prefix of each request's x-request-id. Default: random.")
     body = parser.add_argument_group("request")
     add = partial(body.add_argument, default=None)
-    add(
-        "--ignore-eos",
-        action="store_true",
-        default=False,
-        help="Do not end answers at EOS. Always set with random prompts.",
-    )
+    add("--ignore-eos", action="store_true", default=False,
+        help="Do not end answers at EOS. Always set with random prompts.")  # fmt: skip
     add("--logprobs", type=int, metavar="N", help="Log-probabilities per token.")
     for name in SAMPLING:
         kind = int if name == "top_k" else float
@@ -91,12 +82,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--metric-percentiles", default="50,90,99", metavar="LIST", help="Default: 50,90,99.")
     add("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Objectives, such as ttft:500 tpot:50 e2el:5000.")
     add("--save-result", action="store_true", default=False, help="Write the result as JSON.")
-    add(
-        "--save-detailed",
-        action="store_true",
-        default=False,
-        help="Write the result with lists of figures per request.",
-    )
+    add("--save-detailed", action="store_true", default=False,
+        help="Write the result with lists of figures per request.")  # fmt: skip
     add("--append-result", action="store_true", default=False, help="Add to the file instead of replacing it.")
     add("--result-dir", type=Path, default=Path(), metavar="DIR", help="Default: the current one.")
     add("--result-filename", metavar="NAME", help="Default: backend, rate, model and time.")

@@ -39,7 +39,6 @@ class LogSettings(Protocol):
 
     @property
     def log_level(self) -> str: ...
-
     @property
     def log_format(self) -> str: ...
 

@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -144,11 +145,7 @@ def arrival_times(num_requests: int, options: Namespace, *, seed: int, share: fl
     gaps = [(draw.gammavariate(shape, 1 / shape) if shape != math.inf else 1.0) / rate for rate in rates]
     total = sum(gaps)
     stretch = num_requests / rates[0] / total if total and options.ramp_up_strategy is None else 1.0
-    times, now = [], 0.0
-    for gap in gaps:
-        now += gap * stretch
-        times.append(now)
-    return times
+    return list(accumulate(gap * stretch for gap in gaps))
 
 
 def _rates(num_requests: int, options: Namespace) -> list[float]:

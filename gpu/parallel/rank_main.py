@@ -193,7 +193,6 @@ class Inbox(Protocol):
 
     @property
     def has_message(self) -> bool: ...
-
     def read(self) -> bytes:
         """Wait for the next message, and return it."""
         ...

@@ -28,7 +28,6 @@ class TokenDecoder(Protocol):
 
     def feed_token(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is unfinished."""
-        ...
 
 
 class Vocabulary:

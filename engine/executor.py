@@ -22,7 +22,6 @@ class StepHandle(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its output. Raises what the step raised. Called once."""
-        ...
 
 
 class Executor(Protocol):
@@ -47,11 +46,9 @@ class Executor(Protocol):
         5. The results of steps after a failed step are waited for and dropped. Such a step may compute anything or
            raise, but may only write to blocks of its requests.
         """
-        ...
 
     def shutdown(self) -> None:
         """Release the device. May be called twice."""
-        ...
 
 
 @runtime_checkable
@@ -60,7 +57,6 @@ class Prepares(Protocol):
 
     def prepare(self) -> bool:
         """Do about 0.1 s of work that makes later steps faster. Return True if there is more."""
-        ...
 
 
 @runtime_checkable
@@ -77,7 +73,6 @@ class CountsExperts(Protocol):
     def tokens_of_experts(self) -> list[list[int]]:
         """Return the tokens of each expert since the start, for each layer with experts, as if one device computed the
         model. The counts may be those after the latest step with a number divisible by `STEPS_BETWEEN_EXPERT_LOADS`."""
-        ...
 
 
 @runtime_checkable
@@ -89,7 +84,6 @@ class Profiles(Protocol):
     def stop_profile(self) -> list[dict[str, Any]]:
         """Return the events since `start_profile` in Chrome's trace format, in microseconds of `time.monotonic()`, with
         a `tid` from 3 on. Raises ProfileTooLarge above `MAX_PROFILE_BYTES`, and errors of device or disk."""
-        ...
 
 
 @runtime_checkable
@@ -98,7 +92,6 @@ class Watched(Protocol):
 
     def watch(self, on_lost: Callable[[HeadraceError], None]) -> None:
         """Have `on_lost` called once, on any thread, with the error that ends the executor. Later steps raise it."""
-        ...
 
 
 @runtime_checkable

@@ -57,7 +57,6 @@ class MasksHandle(Protocol):
 
     def result(self) -> TokenMasks:
         """Wait for the masks. Called when the logits are there."""
-        ...
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):

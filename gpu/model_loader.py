@@ -38,44 +38,35 @@ class ServedModel(LanguageModel, Protocol):
     @property
     def kv_caches(self) -> Sequence[Any]:
         """The cache of every layer, once it is allocated: an array or a tensor, [num_blocks, ...]."""
-        ...
 
     @property
     def tokens_of_experts(self) -> Sequence[Any]:
         """The tokens that each expert has had so far: an array for each layer with experts."""
-        ...
 
     @property
     def element_size(self) -> float:
         """Bytes of a number in the KV cache, with its part of a scale."""
-        ...
 
     @property
     def tokens_held(self) -> int:
         """The tokens that a block of the cache takes memory for: its size, or more if it is padded."""
-        ...
 
     @property
     def forms(self) -> str:
         """The form of the weights and what computes with them, for the log."""
-        ...
 
     @property
     def shards(self) -> Shards | None:
         """The sampling over ranks if this rank has the logits of some tokens; None if it has all."""
-        ...
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the longest context, in tokens. Called when the KV cache's size is known, before the first step."""
-        ...
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache of every layer, zeroed."""
-        ...
 
     def allocate_states(self, num_slots: int) -> None:
         """Allocate zeroed states, in a model that has them, and append them to the caches."""
-        ...
 
 
 def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec:

@@ -179,15 +179,12 @@ class StreamWriter(Protocol):
 
     def feed_output(self, output: RequestOutput) -> bytes:
         """Return the frames of `output`, possibly none. Raises `ApiError` if the output failed."""
-        ...
 
     def finish_stream(self) -> bytes:
         """Return the last frames, after every choice has finished."""
-        ...
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput]) -> bytes:
         """Return the last frames after an error. `unsent` are generated outputs that will not be fed."""
-        ...
 
 
 class BodyWriter(Protocol):
@@ -195,11 +192,9 @@ class BodyWriter(Protocol):
 
     def feed_output(self, output: RequestOutput) -> object:
         """Add the next part of a choice. Raises `ApiError` if the output failed."""
-        ...
 
     def body(self) -> bytes:
         """Return the response body, after every choice has finished."""
-        ...
 
 
 def raise_if_failed(output: RequestOutput) -> None:

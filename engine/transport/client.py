@@ -31,33 +31,27 @@ class EngineClient(Protocol):
 
     def running(self, deliver: Deliver) -> AbstractAsyncContextManager[None]:
         """Start the engine; on leaving the block, end it and wait for its end."""
-        ...
 
     def send(self, command: Command) -> None:
         """Send a command; the engine carries out commands in order. Never waits, so it works in a cancelled scope. Does
         nothing without an engine."""
-        ...
 
     async def query(self, question: Question) -> dict[int, Answer]:
         """Return the answer of each live engine, by its number. Engines answer between two steps, after the commands
         that were sent before. Raises EngineDead if every engine ends before it has answered, and RequestFailed if an
         engine cannot answer."""
-        ...
 
     @property
     def is_available(self) -> bool:
         """True if there is an engine that would run a request now."""
-        ...
 
     @property
     def last_progress(self) -> float:
         """The time of `time.monotonic()` when the engine's latest step ended or it woke up; 0 before that."""
-        ...
 
     @property
     def is_asleep(self) -> bool:
         """True if the engine has nothing to do, or does not run yet."""
-        ...
 
 
 class ThreadClient:

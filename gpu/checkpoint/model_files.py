@@ -122,7 +122,6 @@ class Progress(Protocol):
         `done` and `total` are bytes while something is fetched or verified, tensors while weights are loaded; `total`
         is None as long as it is unknown. The last call of a phase that succeeds has `done == total`.
         """
-        ...
 
 
 def no_progress(phase: str, done: int, total: int | None) -> None:

@@ -34,7 +34,6 @@ class Graphs(Protocol):
     def capture(self, run: Callable[[], None]) -> Replay:
         """Call `run` and do its work at least once; it must have no lasting effect. Raises `CaptureFailed` if the work
         succeeds and the capture fails."""
-        ...
 
 
 class CudaGraphs:

@@ -147,17 +147,14 @@ class KVMemory(Protocol):
 
     def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
         """Allocate memory to copy to and from: uint8 [num_bytes]."""
-        ...
 
     def copy_out(self, block_ids: Sequence[int], into: NDArray[np.uint8]) -> Callable[[], None]:
         """Copy these blocks to [layers, blocks, bytes]. Return a function that waits until the copy is complete; later
         steps may write to the cache before that."""
-        ...
 
     def copy_in(self, block_ids: Sequence[int], data: NDArray[np.uint8]) -> Callable[[], None]:
         """Copy `data` to these blocks before any later step; negative ids are skipped. Return a function that waits
         until `data` may be changed."""
-        ...
 
 
 class HostMemory:

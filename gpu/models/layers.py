@@ -230,7 +230,6 @@ class HoldsWeights(Protocol):
 
     def weight_slots(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a name in the checkpoint and the memory for that tensor: a parameter, or rows of a merged one."""
-        ...
 
 
 def weight_slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -195,11 +195,9 @@ class Inbox(Protocol):
     def has_message(self) -> bool: ...
     def read(self) -> bytes:
         """Wait for the next message, and return it."""
-        ...
 
     def count_step(self) -> None:
         """Count a finished step, for the driver."""
-        ...
 
 
 class Rank:

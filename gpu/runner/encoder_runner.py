@@ -38,12 +38,10 @@ class Encoder(Protocol):
     @property
     def forms(self) -> str:
         """The form of the weights and what computes with them, for the log."""
-        ...
 
     def encode(self, inputs: EncoderInputs, cancellation_check: Callable[[], None] | None = None) -> Floats:
         """Return the last hidden states, [T, hidden]. Calls `cancellation_check` between layers, or less often; an
         exception from it ends the pass."""
-        ...
 
 
 class EncoderRunner:

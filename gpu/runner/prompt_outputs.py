@@ -32,11 +32,9 @@ class HiddenStates(Protocol):
 
     def rows(self, part: slice) -> NDArray[np.float32]:
         """Return the hidden states of these tokens, [n, hidden]."""
-        ...
 
     def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
         """Return the log-probabilities of the tokens that follow these tokens, `token_ids` [n]."""
-        ...
 
 
 class PromptOutputs:

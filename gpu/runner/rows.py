@@ -109,11 +109,9 @@ class RowStore(Protocol):
 
     def add(self, row: int, request: NewRequestData) -> None:
         """Store a new request's tokens. Its columns are already filled; its blocks come by `append_blocks`."""
-        ...
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
         """Store blocks from index `start` on of the tables of all groups: for each index, one block of every group."""
-        ...
 
     def remove(self, row: int) -> None: ...
 

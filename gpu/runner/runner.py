@@ -52,11 +52,9 @@ class Runner(Protocol):
         If this raises, no request has advanced, though the diffs may have been applied. It raises StepAbandoned between
         two layers if `abandoned` returns True. Errors that a device reports later are raised by the handle.
         """
-        ...
 
     def prepare(self) -> bool:
         """Do one piece of work that makes later steps faster. Returns True if there is more."""
-        ...
 
 
 class FinishedStep:
@@ -106,22 +104,18 @@ class LanguageModel(Protocol):
 
         Calls `cancellation_check` between layers, or less often; an exception from it ends the pass.
         """
-        ...
 
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[R, hidden] -> [R, vocab], which the caller may overwrite, and the next call may reuse."""
-        ...
 
     def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """[R, hidden] -> int64 [R], the token with the largest logit, the lowest of several; and bool [R], False where
         logits are not finite."""
-        ...
 
     def draw(
         self, logits: NDArray[np.float32], *parameters: NDArray[Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Draw tokens, as a `gpu.sampling.sampler.Draw`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

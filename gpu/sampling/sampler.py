@@ -57,7 +57,6 @@ class Draw(Protocol):
 
         Returns int64 [S], and bool [S], False where a row is no distribution and its token means nothing.
         """
-        ...
 
 
 def sample(

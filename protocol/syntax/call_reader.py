@@ -76,7 +76,6 @@ class Block(Protocol):
 
         Return the number of characters read; 0 if more text is needed.
         """
-        ...
 
 
 class BlockReader:

@@ -80,16 +80,13 @@ class ToolReader(Protocol):
 
     def feed_text(self, text: str) -> list[MessagePart]:
         """Return the parts that are decided by `text`."""
-        ...
 
     def finish_text(self) -> list[MessagePart]:
         """Return the parts that were held back, at the end of the text."""
-        ...
 
     @property
     def cut_calls(self) -> Set[int]:
         """The indices of calls without complete JSON arguments so far."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

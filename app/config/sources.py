@@ -136,12 +136,8 @@ def _from_file(path: Path | None) -> dict[str, Given]:
         ) from error
     except (ValueError, RecursionError) as error:  # also from large numbers and deeply nested lists
         raise SettingsError(f"The settings file {path} is not TOML: {error}. A line that works: port = 8000") from error
-    problems = [
-        f"{path}: {unknown_setting(name, {n: n for n in Settings.model_fields})}"
-        for name in values
-        if name not in Settings.model_fields
-    ]
-    if problems:
+    fields = Settings.model_fields
+    if problems := [f"{path}: {unknown_setting(name, fields)}" for name in values if name not in fields]:
         raise SettingsError("\n".join(problems))
     return {name: Given(value, f"{name} in {path}") for name, value in values.items()}
 
@@ -162,8 +158,7 @@ def _from_environment() -> dict[str, Given]:
         and not _LINK_OF_A_PORT.match(f"{name}={value}")
     }
     known = {env_name(name): name for name in Settings.model_fields}
-    problems = [unknown_setting(name, known) for name in variables if name not in known]
-    if problems:
+    if problems := [unknown_setting(name, known) for name in variables if name not in known]:
         raise SettingsError("\n".join(problems))
     values = EnvSettingsSource(Settings, case_sensitive=False)()
     return {name: Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
@@ -263,7 +258,7 @@ def _explain(problem: Any, given: Mapping[str, Given]) -> str:
     name = str(problem["loc"][0])
     field = Settings.model_fields.get(name)
     if field is None:
-        return unknown_setting(name, {n: n for n in Settings.model_fields})
+        return unknown_setting(name, Settings.model_fields)
     entry = given[name]
     value = "a value that is not shown" if is_secret(field) or has_password(entry.value) else repr(entry.value)
     example = working_value(field)

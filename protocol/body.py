@@ -2,7 +2,8 @@
 
 1. Models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a float, NaN and infinity are not.
 2. Unknown fields are accepted without effect, because clients send fields newer than any server; the header
-   `x-headrace-warning` names them. Known fields that this server lacks are refused by name.
+   `x-headrace-warning` names them, and of those inside objects, where each API has fields of its own, the ones that are
+   like a known field which is not given. Known fields that this server lacks are refused by name.
 3. Checking holds the GIL, so a list is measured before its entries are checked (`at_most`), and the first wrong entry
    of a long one ends the check (`fail_fast`): collecting the errors of six megabytes of wrong messages takes 20 s.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
@@ -30,6 +33,7 @@ from pydantic import (
     PrivateAttr,
     Tag,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -48,9 +52,16 @@ MAX_JSON_WEIGHT = 2**20
 MAX_COMPARED = 8
 """The largest number of unknown fields of one request that are compared with the known ones, which takes time."""
 
+MAX_NOTED = 16
+"""The largest number of different unknown fields of all objects in a request that are compared."""
+
+_MAX_SEARCHED = 2**13  # objects and arrays of a body that are searched for those with misspelt fields
+_MAX_PATH = 200  # characters
+
 _COMPOUND = 8  # the weight of an object, array or field name in addition to that of a number
 _PIECE = 64 * 1024  # bytes that are counted without releasing the interpreter's lock
 _MAX_SHOWN = 40  # characters of an unknown type that an error repeats
+_NAME = re.compile("[A-Za-z0-9_]{1,40}")
 
 
 def at_most(limit: int, entries: str) -> BeforeValidator:
@@ -234,11 +245,14 @@ class ClientModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls_and_refuse_unsupported(cls, data: Any) -> Any:
+    def _drop_nulls_and_refuse_unsupported(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         if len(data) > MAX_FIELDS:
             raise PydanticCustomError("rule", f"takes at most {MAX_FIELDS} fields, got {len(data)}")
+        if info.context is not None and len(info.context) < MAX_NOTED and not data.keys() <= _known(cls):
+            unknown = (name for name in data if name not in _known(cls))
+            info.context.update({(cls, name): data for name in islice(unknown, MAX_NOTED)} | info.context)
         for name in data.keys() & cls.unsupported.keys():
             off = cls.unsupported[name]
             if data[name] is not None and data[name] not in off:
@@ -297,11 +311,51 @@ class RequestBody(ClientModel):
         return made
 
 
+@cache
+def _known(model: type[ClientModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items()) | model.unsupported.keys()
+
+
 @lru_cache(1024)
-def _with_nearest(model: type[RequestBody], name: str) -> str:
-    """Return the name of an unknown field, with the known one that was probably meant."""
-    near = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.75) if len(name) <= 40 else []
-    return f"{name} (did you mean {near[0]}?)" if near else name
+def _nearest(model: type[ClientModel], name: str) -> str:
+    """Return the known field that was probably meant by an unknown one; empty if none is like it."""
+    known = _known(model) - model.unsupported.keys()
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.75)), "") if _NAME.fullmatch(name) else ""
+
+
+def _with_nearest(model: type[ClientModel], name: str, path: str = "") -> str:
+    near = _nearest(model, name)
+    return f"{path}{name} (did you mean {near}?)" if near else name
+
+
+_Noted = dict[tuple[type[ClientModel], str], dict[str, Any]]  # unknown fields: the first object of a model with each
+
+
+def _misspelt(content: Any, noted: _Noted) -> list[str]:
+    """Return the unknown fields in `content` that are like a field which their object lacks, with their paths."""
+    found = [
+        (model, name, inside)
+        for (model, name), inside in noted.items()
+        if inside[name] is not None and (near := _nearest(model, name)) and inside.get(near) is None
+    ]
+    places = _places(content, {id(inside) for _, _, inside in found}) if found else {}
+    return [_with_nearest(model, name, places.get(id(inside), "")) for model, name, inside in found]
+
+
+def _places(content: Any, wanted: Collection[int]) -> dict[int, str]:
+    """Return the paths of objects in decoded JSON, which are given by their `id`; those that are found soon."""
+    places: dict[int, str] = {}
+    queue: deque[tuple[str, Any]] = deque([("", content)])
+    for _ in range(_MAX_SEARCHED):
+        if not queue or len(places) == len(wanted):
+            break
+        path, value = queue.popleft()
+        if id(value) in wanted:
+            places[id(value)] = path
+        if len(path) < _MAX_PATH:
+            inner = value.items() if isinstance(value, dict) else enumerate(value[:_MAX_SEARCHED])
+            queue.extend((f"{path}{str(name)[:40]}.", each) for name, each in inner if isinstance(each, dict | list))
+    return places
 
 
 M = TypeVar("M", bound=ClientModel)
@@ -314,11 +368,19 @@ def parse_body(model: type[M], body: bytes) -> M:
 
 def validate(model: type[M], content: Any) -> M:
     """Check decoded JSON against `model`. Raises `ApiError` 400 naming the field."""
+    noted: _Noted = {}
     try:
-        return model.model_validate(content)
+        made = model.model_validate(content, context=noted)
     except (ValidationError, InvalidRequest) as exc:
+        error = to_api_error(exc)
+        if misspelt := _misspelt(content, noted):
+            error.message += f" Unknown: {', '.join(misspelt)}."
         # `from None`: the cause quotes the client's text, which would end up in a logged traceback.
-        raise to_api_error(exc) from None
+        raise error from None
+    if isinstance(made, RequestBody):
+        inside = {of: each for of, each in noted.items() if not issubclass(of[0], RequestBody)}
+        made._without_effect += tuple(_misspelt(content, inside))
+    return made
 
 
 def decode_json(body: bytes) -> Any:

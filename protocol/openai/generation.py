@@ -7,6 +7,7 @@ what differs: the fields of max_tokens and logprobs, and their names.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -188,7 +189,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 
     def echo_texts(self, decode: Callable[[list[int]], str], prompts: Sequence[list[int]]) -> list[str]:
         """Return the text that `echo` puts before the answer to each prompt."""
-        raise NotImplementedError
+        return [""] * len(prompts)
 
     def to_sampling_params(self, vocab_size: int) -> SamplingParams:
         """Return the checked sampling parameters. Raises `InvalidRequest` with this endpoint's names of fields.
@@ -248,9 +249,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         """Return the name of the request's field and its limit on generated tokens."""
         return "max_tokens", self.max_tokens
 
+    @abstractmethod
     def _logprobs(self) -> tuple[str, int | None]:
         """Return the name of the request's field and its value for `SamplingParams.logprobs`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

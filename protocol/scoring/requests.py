@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -82,9 +83,9 @@ class PairsRequest(ScoringRequest):
     max_tokens_per_doc: int | None = Field(default=None, ge=1)
     instruction: str | None = None  # for models with an instruction in their prompt
 
+    @abstractmethod
     def pairs(self) -> list[Pair]:
         """Return the texts. Raises `InvalidRequest` if there are none."""
-        raise NotImplementedError
 
     def longest(self, room: int) -> int | None:
         """Return the number of tokens to which a pair is cut; None: not cut. `room` is what the model takes."""

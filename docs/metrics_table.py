@@ -25,6 +25,8 @@ UNNAMED = {
     "vllm:prefix_cache_queries": "tokens",
     "vllm:request_params_max_tokens": "tokens",
     "vllm:prefix_cache_hits": "tokens",
+    "vllm:external_prefix_cache_queries": "tokens",
+    "vllm:external_prefix_cache_hits": "tokens",
     "process_start_time_seconds": "Unix time",
     "headrace:expert_imbalance": "times the mean",
 }

@@ -61,6 +61,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     expert_load: list[tuple[int, float]] | None = None
     computed_tokens: int = 0  # of the step, including requests that ended or were preempted while it ran
     checkpoints: CheckpointStats | None = None  # None of a model without states
+    num_deferred: int = 0  # of the waiting: those that wait for a grammar or for a load from a tier
+    tier_misses: int = 0  # in tokens: of starting requests, neither in the prefix cache nor in a tier; 0 without tiers
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

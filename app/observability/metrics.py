@@ -122,6 +122,9 @@ class Metrics(Observer):
 
         self._running = gauge("num_requests_running", "Requests that are being computed.")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a running slot.")
+        text = "Waiting requests: deferred until a grammar or blocks of a tier are there, or for want of capacity."
+        by_reason = Gauge(prefix + "num_requests_waiting_by_reason", text, (*labels, "reason"), registry=self._registry)
+        self._deferred, self._for_capacity = (by_reason.labels(*values, each) for each in ("deferred", "capacity"))
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
         self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
         self._cache_config = partial(
@@ -135,6 +138,9 @@ class Metrics(Observer):
         self._cache_hits = counter(
             "prefix_cache_hits", "Tokens of starting and resumed requests that the prefix cache provided."
         )
+        text = "Tokens of starting and resumed requests that the prefix cache did not have and a tier was asked for."
+        self._tier_queries = counter("external_prefix_cache_queries", text)
+        self._tier_hits = counter("external_prefix_cache_hits", "Tokens that a tier loaded into the prefix cache.")
         self._cached_tokens = counter("prompt_tokens_cached", "Cached prompt tokens of ended requests.")
 
         self._ttft = weighted("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
@@ -287,7 +293,8 @@ class Metrics(Observer):
     def on_unload(self) -> None:
         """Count the end of a loaded model, whatever the cause."""
         self._unloads.inc()
-        for level in (self._is_loaded, self._memory, self._running, self._waiting, self._kv_usage):
+        waiting = (self._waiting, self._deferred, self._for_capacity)
+        for level in (self._is_loaded, self._memory, self._running, *waiting, self._kv_usage):
             level.set(0)
 
     def on_load_wait(self, seconds: float) -> None:
@@ -297,6 +304,8 @@ class Metrics(Observer):
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
+        self._deferred.set(stats.num_deferred)
+        self._for_capacity.set(stats.num_waiting - stats.num_deferred)
         self._kv_usage.set(stats.kv_cache_usage)
         if stats.prompt_tokens:
             self._computed_tokens.inc(stats.prompt_tokens)
@@ -306,6 +315,7 @@ class Metrics(Observer):
             self._cache_queries.inc(stats.prefix_cache_queries)
             self._cache_hits.inc(stats.prefix_cache_hits)
             self._reused_tokens.inc(stats.prefix_cache_hits)
+            self._tier_queries.inc(stats.tier_misses)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
         self.on_expert_load(stats.expert_load or ())
@@ -330,6 +340,8 @@ class Metrics(Observer):
         for field, counter in self._tiers.items():
             counter.labels(stats.tier).inc(getattr(stats, field))
         self._tier_bytes.labels(stats.tier).set(stats.num_bytes)
+        self._tier_queries.inc(stats.hit_tokens)
+        self._tier_hits.inc(stats.hit_tokens)
 
     def on_prompt(self, tokens: int) -> None:
         self._prompt_tokens.inc(tokens)

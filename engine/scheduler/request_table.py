@@ -45,7 +45,7 @@ class RequestTable:
         self._released = ""  # the id of the row that runs like other requests
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
-        self.prefix_cache_hits = 0
+        self.prefix_cache_hits = self.tier_misses = 0
 
     @property
     def holds_batches(self) -> bool:
@@ -76,6 +76,8 @@ class RequestTable:
         request.note(EventKind.SCHEDULED, now, request.num_computed_tokens)
         self.prefix_cache_queries += request.num_tokens * request.reads_prefix_cache
         self.prefix_cache_hits += request.num_computed_tokens
+        if self.kv.tiers is not None and request.reads_prefix_cache:
+            self.tier_misses += request.num_tokens - request.num_computed_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
 

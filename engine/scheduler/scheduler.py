@@ -470,9 +470,11 @@ class Scheduler:
             computed_tokens=self._computed_tokens,
             prefix_cache_queries=self._table.prefix_cache_queries,
             prefix_cache_hits=self._table.prefix_cache_hits,
+            num_deferred=self.waiting.num_deferred if self._table.num_grammars or self.kv.tiers is not None else 0,
+            tier_misses=self._table.tier_misses,
         )
         self._prompt_tokens = self._computed_tokens = self._table.num_preemptions = 0
-        self._table.prefix_cache_queries = self._table.prefix_cache_hits = 0
+        self._table.prefix_cache_queries = self._table.prefix_cache_hits = self._table.tier_misses = 0
         return stats
 
     def check_integrity(self) -> None:

@@ -35,10 +35,18 @@ class WaitingQueue:
     @property
     def oldest_arrival(self) -> float | None:
         """The earliest arrival of a request that has never run; None if there is none."""
-        lines = (line for tenants in self._lines.values() for line in tenants.values())
-        return min(
-            (each.message.arrival_time for line in lines for each in line if not each.num_preemptions), default=None
+        return min((each.message.arrival_time for each in self._unsorted() if not each.num_preemptions), default=None)
+
+    @property
+    def num_deferred(self) -> int:
+        """The number of requests that would wait for a grammar or a load from a tier even if all slots were free."""
+        return sum(
+            each.load is not None or (each.grammar is not None and not each.grammar.is_ready)
+            for each in self._unsorted()
         )
+
+    def _unsorted(self) -> Iterator[Request]:
+        return (each for tenants in self._lines.values() for line in tenants.values() for each in line)
 
     def below_limits(self) -> Iterator[Request]:
         """Yield, in order, the requests of tenants below their limit of running slots. The limit is checked for each

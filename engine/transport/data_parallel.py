@@ -490,6 +490,7 @@ def merged(
         step=step,
         num_running=sum(each.num_running for _, each in alive),
         num_waiting=sum(each.num_waiting for _, each in alive) + num_held,
+        num_deferred=sum(each.num_deferred for _, each in alive),
         kv_cache_usage=sum(blocks * each.kv_cache_usage for blocks, each in alive) / num_blocks,
         checkpoints=_sum_of([each.checkpoints for _, each in alive if each.checkpoints is not None]),
     )

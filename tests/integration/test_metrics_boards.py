@@ -233,6 +233,12 @@ def quantile(metric: str) -> str:
         'max_over_time(vllm:num_preemptions_total{model_name="$model_name"}[$__rate_interval])',
         'rate(vllm:prefix_cache_hits_total{model_name="$model_name"}[$__rate_interval]) '
         '/ rate(vllm:prefix_cache_queries_total{model_name="$model_name"}[$__rate_interval])',
+        'rate(vllm:external_prefix_cache_hits_total{model_name="$model_name"}[$__rate_interval]) '
+        '/ rate(vllm:external_prefix_cache_queries_total{model_name="$model_name"}[$__rate_interval])',
+        *(
+            f'vllm:num_requests_waiting_by_reason{{model_name="$model_name",reason="{reason}"}}'
+            for reason in ("capacity", "deferred")
+        ),
     ],
 )
 def test_what_vllms_boards_ask_has_an_answer(prometheus: Prometheus, expression: str) -> None:

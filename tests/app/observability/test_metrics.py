@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.admission.admission import Limit
 from app.observability.metrics import ITL_BUCKETS, Metrics
 from engine.frontend.request_stream import FinishedRequest
-from engine.messages import FinishReason, SchedulerStats
+from engine.messages import FinishReason, SchedulerStats, TierStats
 from engine.routing.router import Router
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -35,7 +35,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
     return samples(metrics)[name, frozenset(labels.items())]
 
 
-def stats(**changes: float) -> SchedulerStats:
+def stats(**changes: Any) -> SchedulerStats:
     stats: dict[str, Any] = {
         "step": 1,
         "num_running": 0,
@@ -62,6 +62,7 @@ def test_names_are_those_that_dashboards_ask_for(metrics: Metrics) -> None:
         "prefix_cache_queries prefix_cache_hits prompt_tokens_cached time_to_first_token_seconds "
         "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prompt_tokens "
         "request_generation_tokens iteration_tokens_total request_prefill_time_seconds request_decode_time_seconds "
+        "external_prefix_cache_queries external_prefix_cache_hits num_requests_waiting_by_reason "
         "request_params_n request_params_max_tokens request_num_preemptions request_prefill_kv_computed_tokens "
         "request_inference_time_seconds request_max_num_generation_tokens request_time_per_output_token_seconds"
     )
@@ -88,6 +89,7 @@ def test_gauges_follow_the_last_step_and_counters_add_up(metrics: Metrics) -> No
         num_preemptions=1,
         prefix_cache_queries=64,
         prefix_cache_hits=48,
+        tier_misses=16,
         computed_tokens=2,
     )
     metrics.on_step(decoded, generated_tokens=2)
@@ -103,6 +105,23 @@ def test_gauges_follow_the_last_step_and_counters_add_up(metrics: Metrics) -> No
     assert value(metrics, "vllm:prefix_cache_hits_total") == 48
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 102
     assert value(metrics, "vllm:iteration_tokens_total_count") == 2
+
+
+def test_what_a_tier_was_asked_for_is_what_the_prefix_cache_lacked(metrics: Metrics) -> None:
+    tier = TierStats(tier="disk", hit_tokens=32)
+    metrics.on_step(stats(prefix_cache_queries=64, prefix_cache_hits=48, tier_misses=16, tiers=[tier]), 0)
+    assert value(metrics, "vllm:external_prefix_cache_queries_total") == 48
+    assert value(metrics, "vllm:external_prefix_cache_hits_total") == 32
+
+
+def test_waiting_requests_are_told_apart_by_what_they_wait_for(metrics: Metrics) -> None:
+    metrics.on_step(stats(num_waiting=5, num_deferred=2), 0)
+    reasons = {"capacity": 3, "deferred": 2}
+    for reason, number in reasons.items():
+        assert value(metrics, "vllm:num_requests_waiting_by_reason", reason=reason) == number
+    metrics.on_unload()
+    for reason in reasons:
+        assert value(metrics, "vllm:num_requests_waiting_by_reason", reason=reason) == 0
 
 
 def test_an_idle_step_leaves_the_step_histogram_alone(metrics: Metrics) -> None:

@@ -117,6 +117,25 @@ def loading(core: EngineCore, tier: StillTier) -> EngineCoreRequest:
     return request
 
 
+def test_a_request_that_is_being_loaded_is_deferred_and_what_no_tier_has_is_missed() -> None:
+    core, tier = core_with_tier()
+    run(core, make_request(PROMPT, max_tokens=1))
+    core, tier = core_with_tier(tier)
+    loading(core, tier)
+    other = make_request(list(range(20)), max_tokens=1)
+    core.add(other)
+    stats = core.report().stats
+    assert (stats.num_waiting, stats.num_deferred) == (2, 1), "the other only waits for a step"
+    tier.arrives = True
+    missed = 0
+    while core.scheduler.requests:
+        missed += core.step().stats.tier_misses
+    assert missed == 20 + len(PROMPT) - 32
+    core = make_core()
+    core.add(make_request(PROMPT, max_tokens=1))
+    assert core.step().stats.tier_misses == 0, "without a tier none was asked"
+
+
 @pytest.fixture
 def filled() -> StillTier:
     core, tier = core_with_tier()

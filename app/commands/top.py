@@ -2,7 +2,7 @@
 
 Once a second it reads `/metrics` and the dashboard's history; a thread follows the dashboard's frames. Both need an
 admin key where the dashboard does. Without it, and for other servers with vLLM's metrics, it shows figures but no
-requests.
+requests, and sparklines of what it has seen itself.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import termios
 import time
 import tty
 from argparse import ArgumentParser
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from threading import Event, Thread
 from typing import Any, TypedDict
 
@@ -39,6 +40,11 @@ MAX_INTERVAL = 3600.0  # seconds
 _ALWAYS_THERE = "num_requests_running"  # the metrics of every server have it
 _TIMEOUT = 30.0  # seconds; a feed with nothing new sends a comment every fifteen
 _RECENT = 5.0  # seconds of steps that are shown
+_SLOT, _SLOTS = 5.0, 181  # seconds between two values of a history that is kept here, and their largest number
+_SEEN = (
+    *(_ALWAYS_THERE, "generation_tokens_total", "time_to_first_token_seconds_count"),
+    "time_to_first_token_seconds_sum",
+)
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _SORTS = ("", "tenant", "prompt", "cached", "output", "blocks", "seconds")  # "": in the order in which they run
 _KEYS = re.compile(r"\x1b[\[o][ab]|.", re.DOTALL)  # an arrow, up or down, or one character
@@ -129,6 +135,7 @@ class Watcher:
         self._client = ServerClient(url, api_key, timeout=_TIMEOUT)
         self._admin = ServerClient(url, admin_key, timeout=_TIMEOUT)
         self._frames: dict[int, Frame] = {}  # by engine: the latest, with the recent steps
+        self._seen: deque[tuple[float, ...]] = deque(maxlen=_SLOTS)  # times and metrics, if the server gives no past
         self._trouble = ""
         self._answered = Event()  # a frame has come, or the feed is refused
         self._thread = Thread(target=self._follow, daemon=True)
@@ -143,9 +150,25 @@ class Watcher:
         try:
             past = msgspec.json.decode(self._admin.get("/dashboard/history"), type=Past)
         except (ServerError, msgspec.DecodeError):  # the feed has the reason, or it is another server
-            past = NO_PAST
+            past = self._past(time.monotonic(), counted)
         frames = tuple(self._frames[engine] for engine in sorted(self._frames))
         return Look(time=time.monotonic(), counted=counted, frames=frames, past=past, trouble=self._trouble)
+
+    def _past(self, now: float, counted: Counted) -> Past:
+        """Return the history that was seen here, with a value for every `_SLOT` seconds."""
+        if not self._seen or now - self._seen[-1][0] >= _SLOT:
+            self._seen.append((now, *(counted[name] for name in _SEEN)))
+        series: dict[str, list[Any]] = {"running": [], "generated": [], "ttft_p99": []}
+        for before, after in pairwise(self._seen):
+            seconds, _, tokens, first, waited = (max(new - old, 0.0) for old, new in zip(before, after, strict=True))
+            series["running"].append(after[1])
+            series["generated"].append(tokens / seconds)
+            series["ttft_p99"].append(waited / first if first else None)  # the mean: there are no buckets here
+        return (
+            NO_PAST
+            if len(self._seen) < 2
+            else Past(series={"": {name: [*values, None] for name, values in series.items()}})
+        )
 
     def look_again(self, last: Look) -> Look:
         """Read the state, or return the `last` one with the error."""

@@ -231,6 +231,25 @@ def test_the_past_and_what_is_served_are_shown_where_the_server_has_them():
     assert "▁▁▁▁▁▁▁▁▁▁  0 running, 1 waiting (oldest 25.0 s)" in shown
 
 
+def test_the_past_of_a_server_that_gives_none_is_what_was_seen_here():
+    watcher = Watcher("http://here", None, None)
+    first, sums = "time_to_first_token_seconds_count", "time_to_first_token_seconds_sum"
+    past = Past()
+    for second in range(61):  # a look a second; the server starts again after 40 of them
+        tokens = 10.0 * (second if second <= 40 else second - 40)
+        figures = {"num_requests_running": float(second >= 30), "generation_tokens_total": tokens}
+        past = watcher._past(float(second), counted(**figures, **{first: second // 20, sums: (second // 20) * 0.5}))
+    series = past.series[""]
+    assert series["generated"] == [10.0] * 8 + [0.0] + [10.0] * 3 + [None]
+    assert series["running"] == [0.0] * 5 + [1.0] * 7 + [None]
+    assert series["ttft_p99"] == [0.5 if slot in (3, 7, 11) else None for slot in range(12)] + [None]
+    look = look_of(past=past, num_requests_running=1.0)
+    assert "▁██  1 running" in text_of(look, look)
+    for second in range(61, 2000):
+        past = watcher._past(float(second), counted())
+    assert len(past.series[""]["running"]) == 181
+
+
 def rows_of(look: Look, screen: Screen) -> list[str]:
     return [line.split()[0] for line in text_of(look, look, screen=screen).splitlines() if " acme " in line]
 

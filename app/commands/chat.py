@@ -52,15 +52,21 @@ def run(
 ) -> int:
     """Talk to the server at `url`, with the first of `settings.api_keys`, or to one that runs in this process. Answer a
     `question`, or standard input that is no terminal, once."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        piped = "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8", "replace")
-        question = "\n\n".join(part for part in (question.strip(), piped.strip()) if part)
-        if not question:
-            raise SettingsError("standard input is empty. Give a question: headrace chat 'Why is the sky blue?'")
+    is_asked_once = sys.stdin is None or not sys.stdin.isatty()
+    piped = sys.stdin.buffer.read().decode("utf-8", "replace").strip() if is_asked_once and sys.stdin else ""
+    if is_asked_once and not (question.strip() or piped):
+        raise SettingsError("standard input is empty. Give a question: headrace chat 'Why is the sky blue?'")
     with _opened(settings, url) as client:
-        # If the server does not have the model of the settings, its first model is used.
         cards = {card["id"]: card for card in client.models()}
-        name = settings.model_names[0] if settings.model_names[0] in cards else next(iter(cards))
+        name, is_given = settings.model_names[0], settings.model_fields_set & {"model", "served_model_name"}
+        if question in cards and not is_given and (piped or not is_asked_once):  # a single word
+            name, question = question, ""
+        elif name not in cards and is_given:
+            advice = f"Give one of its models: {', '.join(cards)}. A question of one word ends with a question mark"
+            raise SettingsError(f"{url} has no model {name!r}. {advice}")
+        elif name not in cards:
+            name = next(iter(cards))
+        question = "\n\n".join(filter(None, (question.strip(), piped)))
         conversation = Conversation(name, cards[name].get("default_parameters") or {}, system=system)
         for field, value in (cards[name].get("chat_parameters") or {}).items():
             with suppress(SettingsError):  # another kind of server may have other parameters

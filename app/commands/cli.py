@@ -249,12 +249,8 @@ class _Once(argparse.Action):
     """Accept a setting's flag once. Without this, argparse silently keeps the last of two values."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if not option_string and values.lower() in ("true", "false"):
-            raise SettingsError(
-                f"{values!r} is no model: flags such as --log-requests and --no-log-requests take no value"
-            )
-        if not option_string and re.fullmatch("[kmgt]i?b", values, re.IGNORECASE):
-            raise SettingsError(f"{values!r} is no model: write a size without a blank, such as 2GiB")
+        if not option_string:
+            _refuse_value(values)
         if hasattr(namespace, self.dest):
             # A misspelled flag leaves its value to be taken for the model.
             both = f": {namespace.model!r} and {values!r}. Is a flag misspelled?" if self.dest == "model" else "."
@@ -266,11 +262,22 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def _refuse_value(text: str) -> None:
+    """Refuse what is the value of a flag, and no model."""
+    if text.lower() in ("true", "false"):
+        raise SettingsError(f"{text!r} is no model: flags such as --log-requests and --no-log-requests take no value")
+    if re.fullmatch("[kmgt]i?b", text, re.IGNORECASE):
+        raise SettingsError(f"{text!r} is no model: write a size without a blank, such as 2GiB")
+
+
 class _ModelAndQuestion(_Once):
-    """Accept a model, a question, or both. A single argument with a blank or a question mark is a question."""
+    """Accept a model, a question, or both. A single argument is a question if it has a blank or a question mark, or is
+    a word that names no file; with `--url` the word may be one of the server's models."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if len(values) > 1 or re.search(r"[\s?]", values[0]):
+        _refuse_value(values[0])
+        is_word = values[0].rstrip(".!").isalpha() and not Path(values[0]).exists()
+        if len(values) > 1 or is_word or re.search(r"[\s?]", values[0]):
             *values, namespace.question = values
         for model in values:
             super().__call__(parser, namespace, model)

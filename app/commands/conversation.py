@@ -123,7 +123,9 @@ class Conversation:
             raise ValueError("messages must be an array, and system a string or null")
         for number, each in enumerate(messages):
             is_message = isinstance(each, dict) and each.get("role") in ROLES
-            if not is_message or not isinstance(each.setdefault("content", ""), str):
+            if is_message and each.get("content") is None:  # calls without text, as OpenAI writes them
+                each["content"] = ""
+            if not is_message or not isinstance(each["content"], str):
                 raise ValueError(f"messages.{number} needs a role ({', '.join(ROLES)}) and its content as text")
         if system is None and messages and messages[0]["role"] == "system":
             system = messages.pop(0)["content"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
-from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.completion import CompleteEvent, Completion, PathCompleter, WordCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -27,7 +28,8 @@ _MARKS_PASTES, _TYPES_PASTES = "\x1b[?2004h", "\x1b[?2004l"
 
 
 class Prompt:
-    """The prompt on the terminal of standard input, with its history in a file. Tab completes any of `words`."""
+    """The prompt on the terminal of standard input, with its history in a file. Tab completes any of `words`, and names
+    of files after the commands that take one."""
 
     def __init__(self, history: Path, words: Sequence[str]) -> None:
         output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
@@ -44,7 +46,7 @@ class Prompt:
             multiline=Condition(lambda: is_open_block(get_app().current_buffer.text)),
             prompt_continuation="  ",
             history=_open_history(history),
-            completer=WordCompleter([*words, *SETTABLE], WORD=True),
+            completer=_Completer([*words, *SETTABLE], WORD=True),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             key_bindings=keys,
@@ -63,6 +65,14 @@ class Prompt:
                 draft = ""
                 print(says)
         return None
+
+
+class _Completer(WordCompleter):
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        command, blank, name = document.text_before_cursor.partition(" ")
+        if blank and command in ("/load", "/save"):
+            return PathCompleter(expanduser=True).get_completions(Document(name), complete_event)
+        return super().get_completions(document, complete_event)
 
 
 @contextmanager

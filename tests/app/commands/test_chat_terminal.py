@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.app.bench.scripted_server import SSE_HEAD, scripted
-from tests.support.harness import REPOSITORY, TIMEOUT, Server
+from tests.support.harness import MODEL, REPOSITORY, TIMEOUT, Server
 from tests.support.terminal import Terminal
 from tests.support.tiny_model import write_tiny_model
 
@@ -71,6 +71,8 @@ def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
         terminal.wait_for(PROMPT)
         terminal.type(f"/load {path}\r")
         assert "4 messages were read" in terminal.wait_for(PROMPT)
+        terminal.type(f"/load {tmp_path}/ta\t\r")  # the name of the file is completed
+        assert "4 messages were read" in terminal.wait_for(PROMPT)
         terminal.type("\x1b[A\x1b[A\x1b[A")  # what was typed in the session before
         terminal.wait_for("/retry")
         terminal.type("\x15/sh\t\r")  # completed
@@ -116,10 +118,15 @@ def test_a_question_or_a_pipe_is_answered_once(server: Server) -> None:
     common = ("--url", server.base_url, "--temperature", "0", "--set", "max_tokens=12")
     expected = server.chat(question, max_tokens=12)["choices"][0]["message"]["content"] + "\n"
     assert "```python" in expected
-    for done in (ask(*common, question), ask(*common, typed=f"{question}\n"), ask(*common, "smol", question)):
+    for done in (ask(*common, question), ask(*common, typed=f"{question}\n"), ask(*common, MODEL, question)):
         assert (done.stdout, done.stderr, done.returncode) == (expected, "", 0)
     both = server.chat("Add these:\n\n1 and 2", max_tokens=12)["choices"][0]["message"]["content"]
     assert ask(*common, "Add these: ", typed="1 and 2\n").stdout == f"{both}\n"
+    word = server.chat("Hello", max_tokens=12)["choices"][0]["message"]["content"]
+    assert ask(*common, "Hello").stdout == f"{word}\n", "a word that is no model is a question"
+    unknown = ask(*common, "smol", question)
+    assert (unknown.stdout, unknown.returncode) == ("", 1)
+    assert f"has no model 'smol'. Give one of its models: {MODEL}. A question of one word ends with" in unknown.stderr
     refused = ask(*common, "--set", "max_tokens=many", question)
     assert (refused.stdout, refused.returncode) == ("", 1)
     assert "max_tokens: got 'many'" in refused.stderr
@@ -145,6 +152,18 @@ def test_half_an_answer_fails() -> None:
         done = ask("--url", server.url, "What is it?")
     assert (done.stdout, done.returncode) == ("The sea\n", 1)
     assert "the text shown is incomplete" in done.stderr
+
+
+def test_a_word_is_a_model_where_the_server_has_it() -> None:
+    async def script(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        event = b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\ndata: [DONE]\n\n'
+        yield SSE_HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+
+    with scripted(script, pages={"/v1/models": {"data": [{"id": "first"}, {"id": "second"}]}}) as server:
+        assert ask("--url", server.url, "second", typed="What is it?").returncode == 0
+        assert ask("--url", server.url, "second").returncode == 0  # there is nothing else to ask
+        (asked, alone) = ((body["model"], body["messages"][-1]["content"]) for body in server.bodies)
+    assert (asked, alone) == (("second", "What is it?"), ("first", "second"))
 
 
 def test_a_pasted_paragraph_is_one_question_and_typing_stands_in_no_answer(tmp_path: Path) -> None:

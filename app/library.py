@@ -36,7 +36,7 @@ from app.serving.loading import (
 )
 from engine import messages
 from engine.detokenizer import Vocabulary
-from engine.errors import EngineNotReady, InvalidRequest
+from engine.errors import EngineNotReady, HeadraceError, InvalidRequest
 from engine.frontend.llm import Generation, Prompt, Prompts, read_prompts
 from engine.frontend.shared_engine import OnStep
 from engine.messages import SPECIAL_MARK, EngineCoreRequest, Pooling
@@ -318,12 +318,18 @@ class AsyncLLM:
             grammars = make_grammar_compiler(files)
             client = make_client(settings, files, report or (lambda *_: None), grammars)
             self._llm = Engine(client, files.tokenizer, grammars=grammars, seed=settings.seed)
+            failure: HeadraceError | None = None
             async with AsyncExitStack() as running:
                 await running.enter_async_context(self._llm.running())
-                info = await self._llm.wait_ready()
-                self._opened = _Prompts(settings, files, info.max_model_len)
-                running.callback(self._opened.close)
-                self._stack = running.pop_all()
+                try:
+                    info = await self._llm.wait_ready()
+                    self._opened = _Prompts(settings, files, info.max_model_len)
+                    running.callback(self._opened.close)
+                    self._stack = running.pop_all()
+                except HeadraceError as error:  # raised after the block, whose task group would put it into a group
+                    failure = error
+            if failure is not None:
+                raise failure
         self._default_sampling = msgspec.convert(default_sampling(settings, files), messages.SamplingParams)
         return self
 

@@ -20,6 +20,7 @@ import headrace
 from headrace import (
     LLM,
     AsyncLLM,
+    ConfigError,
     EngineDead,
     HeadraceError,
     InvalidRequest,
@@ -225,6 +226,17 @@ def test_an_async_request_is_a_scope(model: str, llm: LLM, backend: str) -> None
         anyio.run(run, backend=backend)
     with pytest.raises(HeadraceError, match="async with AsyncLLM"):
         AsyncLLM(model, **SMALL).generate("The sea")
+
+
+def test_an_async_model_that_cannot_be_loaded_says_why_and_not_in_a_group(tmp_path: Path) -> None:
+    deep = str(write_tiny_model(tmp_path / "deep", num_hidden_layers=24))
+
+    async def run() -> None:
+        async with AsyncLLM(deep, **{**SMALL, "kv_cache_memory": "1MiB", "max_model_len": 8000}):
+            raise AssertionError("it has no room for its context")
+
+    with pytest.raises(ConfigError, match="max_model_len is 8000"):
+        asyncio.run(run())
 
 
 def _answer(model: str) -> list[RequestOutput]:

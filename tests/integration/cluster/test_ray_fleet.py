@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from tests.integration.cluster.cluster import RayCluster, cluster, parent
 from tests.integration.cluster.streams import keep_busy, num_streamed
-from tests.support.harness import Server
+from tests.support.harness import REPOSITORY, TIMEOUT, Server
 from tests.support.raw_client import sse_events
 from tests.support.tiny_model import tiny_server, write_tiny_model
 
@@ -49,6 +51,37 @@ def test_engines_on_a_cluster_say_what_one_here_says(server: Server, machines: R
     there = [server.complete(PROMPT, **body)["choices"][0]["token_ids"] for _ in range(2)]
     with tiny_server(device="cpu") as here:
         assert there == [here.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"]] * 2
+
+
+LIBRARY = """
+import asyncio, sys
+from headrace import AsyncLLM, SamplingParams
+
+async def run():
+    small = {"kv_cache_memory": "4MiB", "max_model_len": 256, "num_threads": 1, "progress": False}
+    async with AsyncLLM(sys.argv[1], load_format="dummy", executor="ray", **small) as llm:
+        async with llm.generate("The sea", SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)) as outputs:
+            async for output in outputs:
+                pass
+        print(len(output.choices[0].token_ids))
+
+asyncio.run(run())
+"""
+
+
+def test_a_program_has_its_model_on_a_cluster_too(tmp_path: Path) -> None:
+    with cluster(1) as machines:
+        done = subprocess.run(
+            [sys.executable, "-c", LIBRARY, write_tiny_model(tmp_path / "tiny")],
+            env=os.environ | {"RAY_ADDRESS": machines.address},
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert (done.stdout, done.returncode) == ("8\n", 0), done.stderr
+        assert machines.ranks() == []
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])

@@ -79,7 +79,14 @@ def test_other_dialects_name_slips_by_their_own_paths() -> None:
 
 def test_what_apis_have_beside_our_fields_is_no_slip() -> None:
     """Clients send an answer's whole message again, and objects have fields of each vendor."""
-    answer = {"role": "assistant", "content": "a", "annotations": [], "audio": None, "refusal": None, "tool_calls": []}
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "a",
+        "annotations": [],
+        "audio": None,
+        "refusal": None,
+        "tool_calls": [],
+    }
     assert not warning(ChatCompletionRequest, messages=[USER, answer | {"images": [], "index": 0}, USER])
     blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": None}]
     thought = {"type": "thinking", "thinking": "b", "signature": "c"}

@@ -326,7 +326,7 @@ class AsyncLLM:
                     self._opened = _Prompts(settings, files, info.max_model_len)
                     running.callback(self._opened.close)
                     self._stack = running.pop_all()
-                except HeadraceError as error:  # raised after the block, whose task group would put it into a group
+                except HeadraceError as error:  # raised after the block: its task group would make a group of it
                     failure = error
             if failure is not None:
                 raise failure

@@ -37,7 +37,7 @@ from gpu.kv_cache import (
     kv_layout,
 )
 from gpu.model_loader import ServedModel, free_memory, load_encoder, load_model, use_device
-from gpu.runner.encoder_runner import EncoderHeads, EncoderRunner
+from gpu.runner.encoder_runner import EncoderHeads, EncoderInputs, EncoderRunner
 from gpu.runner.host_runner import MAX_LOGITS_ROWS, ModelRunner
 from gpu.runner.rows import BatchSizes
 from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks, StateInputs, WorkerOptions
@@ -227,6 +227,10 @@ class EncoderWorker(Worker):
         self.runner = EncoderRunner(encoder, config.encoder, heads)
         self.perplexity = None
         self.pipeline_depth = 1
+        if self._on_cuda:  # the largest step compiles the kernel, and memory that does not suffice is found now
+            size = options.max_num_batched_tokens
+            zeros, starts = np.zeros(size, np.int64), np.array([*range(0, size, longest), size], np.int32)
+            encoder.encode(EncoderInputs(zeros, zeros, zeros, starts))
 
     def start_profile(self) -> WorkerProfile:
         from gpu.profile import TorchProfile

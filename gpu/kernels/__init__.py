@@ -17,6 +17,7 @@ rope         Rotary positions, the write to the KV cache, and its layout.
 attention    Attention over the paged KV cache, its reference, and the work list of its kernels.
 decode       The attention kernel for one query per request, and the running softmax that both attention kernels share.
 prefill      The attention kernel for many queries per request.
+whole        Attention of encoders to all tokens of a prompt.
 logits       Bias, token masks, penalties, and log-probabilities.
 sample       One token per row of logits, and the counter-based noise that gives a seed its meaning.
 step         Updates of the device's tables, a step's inputs, and its sampled tokens.

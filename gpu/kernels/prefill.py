@@ -1,4 +1,5 @@
-"""The prefill kernel of `paged_attention`: causal attention of many queries per request over pages.
+"""The prefill kernel of `paged_attention`: causal attention of many queries per request over pages. That of encoders,
+which is not causal, uses it, too.
 
 A program takes a block of consecutive queries of one request, which the work list assigns, with all heads that share a
 KV head as further rows, so that a tile of keys is read once for the group. Tiles that no row may see are skipped, and
@@ -66,8 +67,10 @@ def paged_prefill(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    ahead: int = 0,
 ) -> None:
-    """Write `out` for the requests that `blocks` names; `block_m` is `rows_per_block`."""
+    """Write `out` for the requests that `blocks` names; `block_m` is `rows_per_block`. A query sees as many as `ahead`
+    tokens after its own; without a window all, and `ahead` must be more than there are."""
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
@@ -93,6 +96,7 @@ def paged_prefill(
         kv_cache.stride(2),
         block_table.stride(0),
         WINDOW=window or 0,
+        AHEAD=ahead,
         HAS_CAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         GROUP=group,
@@ -128,6 +132,7 @@ def _prefill(
     cache_head_stride,
     table_stride,
     WINDOW: tl.constexpr,
+    AHEAD: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -167,8 +172,8 @@ def _prefill(
     # Tiles from `seen_from` on are seen by some row, from `full_from` on by every row; likewise at the other end.
     first_position = length - num_queries + first_query
     last_position = tl.minimum(first_position + BLOCK_Q, length) - 1
-    seen_to = tl.cdiv(last_position + 1, TILE)
-    full_to = (first_position + 1) // TILE
+    seen_to = tl.cdiv(tl.minimum(last_position + 1 + AHEAD, length), TILE)
+    full_to = tl.minimum(first_position + 1 + AHEAD, length) // TILE
     seen_from = first_position * 0
     full_from = seen_from
     if WINDOW > 0:
@@ -207,7 +212,9 @@ def _prefill(
                 if HAS_CAP:
                     scores = capped(scores, softcap)
                 if part != 1:
-                    visible = key_position[None, :] <= position[:, None]
+                    visible = key_position[None, :] <= position[:, None] + AHEAD
+                    if AHEAD > 0:  # without a window every token of the prompt is seen
+                        visible = visible & exists[None, :] if WINDOW > 0 else exists[None, :]
                     if WINDOW > 0:
                         visible &= key_position[None, :] > position[:, None] - WINDOW
                     scores = tl.where(visible, scores, float("-inf"))

@@ -1,12 +1,11 @@
 """An encoder with torch's operations, on a CPU or a CUDA device.
 
-The tokens of all prompts of a step are in one dimension T, without padding. Only attention distinguishes prompts:
-prompts of one length are computed together, each attending to itself.
+The tokens of all prompts of a step are in one dimension T, without padding. Only attention (`gpu.kernels.whole`)
+distinguishes prompts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,11 +23,10 @@ from gpu.checkpoint.encoder import (
     EncoderSpec,
     LayerNormSpec,
 )
+from gpu.kernels.whole import WholePrompts, whole_attention, whole_prompts
 from gpu.models.layers import Place, RotaryEmbedding, rotate_
 from gpu.runner.encoder_runner import EncoderInputs
 from gpu.weights.tensors import as_tensors
-
-_QUERIES_AT_ONCE = 512  # of a layer with a reach, so that its mask stays small
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
@@ -77,49 +75,36 @@ class TorchEncoder:
         if spec.token_types is not None:
             x = x + self._weight(spec.token_types)[types]
         x = self._norm(spec.embedding_norm, x)
-        groups = self._groups(inputs.query_start_loc)
+        first = spec.layers[0].attention
+        assert isinstance(first, EncoderAttentionSpec)
+        prompts = whole_prompts(inputs.query_start_loc, x, first.heads)
         rotations = {rope: rotary(positions).angles for rope, rotary in self._rotaries.items()}
         for layer in spec.layers:
             assert isinstance(layer, EncoderLayerSpec)
             if cancellation_check is not None:
                 cancellation_check()
-            y = self._attention(layer.attention, self._norm(layer.attention_norm, x), groups, rotations)
+            y = self._attention(layer.attention, self._norm(layer.attention_norm, x), prompts, rotations)
             x = self._norm(layer.attention_sum_norm, x + self._norm(layer.attention_post_norm, y))
             y = self._network(layer.feed_forward, self._norm(layer.feed_forward_norm, x))
             x = self._norm(layer.feed_forward_sum_norm, x + self._norm(layer.feed_forward_post_norm, y))
         return self._norm(spec.norm, x).float().cpu().numpy()
 
-    def _groups(self, query_start_loc: NDArray[np.int32]) -> list[torch.Tensor]:
-        """Return the tokens of the prompts of each length, int64 [prompts, length]."""
-        starts: dict[int, list[int]] = defaultdict(list)
-        for start, length in zip(query_start_loc[:-1].tolist(), np.diff(query_start_loc).tolist(), strict=True):
-            starts[length].append(start)
-        return [
-            (torch.tensor(first)[:, None] + torch.arange(length)).to(self._device) for length, first in starts.items()
-        ]
-
     def _attention(
         self,
         spec: EncoderAttentionSpec,
         x: torch.Tensor,
-        groups: list[torch.Tensor],
+        prompts: WholePrompts,
         rotations: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         heads = spec.heads
         qkv = self._linear(spec.qkv[0], x).unflatten(1, (-1, heads.dim))
-        qk, rotated = qkv[:, : heads.query + heads.kv], heads.query
+        queries, keys, _ = qkv.split((heads.query, heads.kv, heads.kv), 1)
         if spec.qk_norm is not None:
-            parts = qk.split((rotated, heads.kv), 1)
-            qk = torch.cat([self._norm(norm, part) for norm, part in zip(spec.qk_norm, parts, strict=True)], 1)
+            for norm, part in zip(spec.qk_norm, (queries, keys), strict=True):
+                part.copy_(self._norm(norm, part))
         if spec.rope in rotations:
-            rotate_(qk, *rotations[spec.rope])
-        q, k = qk.split((heads.query, heads.kv), 1)
-        k, v = (each.repeat_interleave(heads.query // heads.kv, 1) for each in (k, qkv[:, heads.query + heads.kv :]))
-        output = torch.empty(len(x), heads.query, heads.dim, dtype=x.dtype, device=x.device)
-        for tokens in groups:
-            queries, keys, values = (each[tokens].transpose(1, 2) for each in (q, k, v))
-            output[tokens] = _attend(queries, keys, values, spec.reach, heads.scale).transpose(1, 2)
-        return self._linear(spec.out, output.flatten(1))
+            rotate_(qkv[:, : heads.query + heads.kv], *rotations[spec.rope])
+        return self._linear(spec.out, whole_attention(qkv, heads, prompts, spec.reach).flatten(1))
 
     def _network(self, spec: EncoderNetworkSpec, x: torch.Tensor) -> torch.Tensor:
         activation, up = _ACTIVATIONS[spec.activation], self._linear(spec.up, x)
@@ -149,18 +134,3 @@ class TorchEncoder:
         for name in ("weight", "bias")[: 1 + parts[0].bias]:
             stacked = torch.cat([self._weights.pop(f"{part.name}.{name}") for part in parts])
             self._weights[f"{parts[0].name}.{name}"] = stacked
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: int | None, scale: float) -> torch.Tensor:
-    """Return the attention of prompts of one length, all [prompts, heads, length, dim]."""
-    attend, length = functional.scaled_dot_product_attention, q.shape[2]
-    if reach is None or reach >= length - 1:
-        return attend(q, k, v, scale=scale)
-    outputs = []
-    for start in range(0, length, _QUERIES_AT_ONCE):
-        stop = min(start + _QUERIES_AT_ONCE, length)
-        keys = slice(max(0, start - reach), min(stop + reach, length))
-        rows, columns = (torch.arange(each.start, each.stop, device=q.device) for each in (slice(start, stop), keys))
-        mask = (rows[:, None] - columns).abs() <= reach
-        outputs.append(attend(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], attn_mask=mask, scale=scale))
-    return torch.cat(outputs, 2)

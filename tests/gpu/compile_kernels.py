@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,10 +27,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gpu import kernels
+from gpu.checkpoint.architecture import Heads
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels import prefill
 from gpu.kernels.dispatch import interpreted
 from gpu.kernels.quantized import MOST_ROWS, MULTIPLIES_E4M3, quantized_linear
+from gpu.kernels.whole import whole_attention, whole_prompts
 from gpu.runner.rows import BatchSizes
 from gpu.weights.tensors import QuantizedMatrix
 
@@ -167,6 +170,10 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
             softcap=50.0 if head_dim == 256 else None,
             sinks=floats(32) if head_dim == 80 else None,
         )
+    for head_dim, reach in ((32, None), (64, None), (64, 64), (256, 256)):
+        heads = Heads(12, 1 if head_dim == 256 else 12, head_dim, head_dim**-0.5)
+        qkv = zeros(512, heads.query + 2 * heads.kv, head_dim)
+        whole_attention(qkv, heads, whole_prompts(np.array([0, 100, 512], np.int32), qkv, heads), reach)
     tables = DeviceTables(BatchSizes(4, 4096, 16), 128256, torch.device("cpu"))
     kernels.scatter_words(tables.buffer, ints(7), 2)
     for all_decode in (True, False):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.messages import Pooling
+from gpu.kernels.dispatch import interpreted
 from tests.gpu.encoder_models import ENCODERS, cosine, encoded, hidden_states, make_checkpoint, opened, prompts
 
 SAME = 0.999999
@@ -49,3 +50,12 @@ def test_logits_of_pairs_are_those_of_transformers(name: str, labels: int, tmp_p
             has_types = getattr(model.config, "type_vocab_size", 1) > 1
             wanted = model(torch.tensor([tokens]), **types if has_types else {}).logits[0].numpy()
         np.testing.assert_allclose(logits, wanted, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "modern-bert", "embedding-gemma"])
+def test_the_kernel_of_cuda_devices_gives_the_vectors_of_transformers(name: str, tmp_path: Path) -> None:
+    model, given = make_checkpoint(tmp_path, ENCODERS[name]), prompts()
+    with interpreted():
+        found = encoded(tmp_path, given)
+    assert min(map(cosine, found, (hidden_states(model, each).mean(0) for each in given))) > SAME

@@ -149,12 +149,12 @@ class GGUFFile:
         for mapped in self._maps if hasattr(mmap, "MADV_DONTNEED") else ():
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """Return a tensor dequantized to float32, in new memory."""
-        tensor = self.tensors[name]
+    def read(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
+        """Return a tensor, or some of its rows, dequantized to float32, in new memory."""
+        tensor, packed = self.tensors[name], self.packed(name)[rows]
         if tensor.type.name == "F32":
-            return self.packed(name).view(np.float32).copy()
-        return QuantizedRows(tensor.type.name, tensor.shape, self.packed(name)).dequantize()
+            return packed.view(np.float32).copy()
+        return QuantizedRows(tensor.type.name, (len(packed), *tensor.shape[1:]), packed).dequantize()
 
 
 def split_paths(path: Path, count: Any) -> tuple[Path, ...]:

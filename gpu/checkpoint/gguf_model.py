@@ -33,9 +33,11 @@ from gpu.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gpu.checkpoint.families.dense import GRANITE, OLMO2, OLMO3
 from gpu.checkpoint.families.encoders import (
     BERT,
+    BERT_AS_DISTILBERT,
     BERT_AS_ROBERTA,
     CLASSIFIER,
     ENCODERS,
+    MODERN_BERT,
     EncoderFamily,
     as_encoder,
     encoder_config,
@@ -49,7 +51,7 @@ from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_fr
 from gpu.checkpoint.hf_config import FULL, LINEAR, SLIDING, check_config, config_from_hf, linear_or_yarn, longrope
 from gpu.checkpoint.model_files import GGUF_KEYS, ModelFiles, default_sampling
 from gpu.checkpoint.quantized_rows import QuantizedRows
-from gpu.checkpoint.scorer import named_reranker
+from gpu.checkpoint.scorer import QWEN3_RERANKER, Scorer, named_reranker, scorer_of_labels
 from gpu.checkpoint.tensors import Weight, check_shapes, reordered, rows_of, sliced
 
 _PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -61,7 +63,8 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     config = config_from_gguf(file)
     is_encoder = config.encoder is not None
     pooling = f"{file.require('general.architecture', str)}.pooling_type"
-    pooled = file.metadata.get(pooling)
+    pooled, scorer = file.metadata.get(pooling), _scorer(file, config, name)
+    pooled = None if scorer is not None and pooled == _RANK else pooled
     embedder = embedder_of_gguf(pooled, f"metadata {pooling}", path.name, is_encoder=is_encoder)
     if is_encoder:
         dense = {name: file.tensors[f"{name}.weight"].shape for name in _DENSE if f"{name}.weight" in file.tensors}
@@ -72,7 +75,6 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     shapes = ((name, _shape(tensor, part)) for name, tensor, part in _named(file, config))
     check_shapes(shapes, config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
-    architecture = file.require("general.architecture", str)
     return ModelFiles(
         name=name,
         config=config,
@@ -81,7 +83,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         tensors=file,
         embedder=embedder,
-        scorer=named_reranker(f"{name} {file.metadata.get('general.name')}", architecture),
+        scorer=scorer,
         load_sampling=partial(default_sampling, file.metadata.get, GGUF_KEYS, path.name),
     )
 
@@ -170,8 +172,40 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
             yield f"model.layers.{layer[1]}.{name[layer.end() :]}", tensor, None
         elif layer and name[layer.end() :] in _OF_READERS:
             yield f"model.layers.{layer[1]}.self_attn.{_OF_READERS[name[layer.end() :]]}", tensor, None
-        elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS.values()):  # which the configuration has
+        elif name not in (_ROPE_FREQUENCIES, *_ROPE_DIVISORS.values(), _SCORES):  # which are read elsewhere
             yield name, tensor, None
+
+
+def _scorer(file: GGUFFile, config: ModelConfig, name: str) -> Scorer | None:
+    """Return the scorer of a classifier or reranker; None for another model. Raises `ModelError`.
+
+    Files of decoders that rerank have two rows of the head apart, those of "yes" and of "no". Of a head that is not
+    tied to the embedding, they lack all others.
+    """
+    architecture = file.require("general.architecture", str)
+    if _SCORES not in file.tensors:
+        return named_reranker(f"{name} {file.metadata.get('general.name')}", architecture)
+    key, count = f"{architecture}.classifier.output_labels", file.tensors[_SCORES].shape[0]
+    labels = file.require_array(key, str) if key in file.metadata else [f"LABEL_{each}" for each in range(count)]
+    if len(labels) != count:
+        raise ModelError(f"{file.path.name}: {key} has {len(labels)} labels, the head has {count}. Convert it anew.")
+    if config.encoder is not None and config.encoder.classifier:
+        return scorer_of_labels(tuple(labels))
+    head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    tokens, rows = file.require_array("tokenizer.ggml.tokens", str), file.read(_SCORES)
+    if architecture == "qwen3" and labels == ["yes", "no"] and set(labels) <= set(tokens):
+        own = [file.read(head, slice(tokens.index(label), tokens.index(label) + 1))[0] for label in labels]
+        if rows.shape == (2, len(own[0])) and all(map(_are_near, rows, own)):
+            return QWEN3_RERANKER
+    raise ModelError(
+        f"{file.path.name} has scores ({_SCORES}) that are not supported: of decoders, only those of Qwen3-Reranker "
+        'are, with the rows of "yes" and "no" of the whole head. Serve the Hugging Face directory of the model.'
+    )
+
+
+def _are_near(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> bool:
+    """Return True for the same row in two quantizations."""
+    return bool(one @ other > 0.9 * np.sqrt(one @ one * (other @ other)))
 
 
 # ---------------------------------------------------------------------------------------------------------- gguf config
@@ -182,6 +216,9 @@ _GEMMA_ENCODER = "gemma-embedding"
 GGUF_FAMILIES[_GEMMA_ENCODER] = GEMMA3
 GGUF_ENCODERS = {family.gguf: family for family in ENCODERS if family.gguf is not None}
 _DENSE = ("dense_2", "dense_3")  # layers after pooling
+_SCORES = "cls.output.weight"  # the last layer of a classification head, with a row for each label
+_RANK = 4  # `pooling_type` of models with a head
+_HEAD_POOLING = {1: "mean", 2: "cls"}
 _ENCODER_KEYS = {  # names in config.json -> keys
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -295,8 +332,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 def _encoder_config(file: GGUFFile, family: EncoderFamily) -> ModelConfig:
-    """Return the configuration of an encoder. A classification head is served as XLM-RoBERTa has it; files of BERT's
-    lack a part, and files of ModernBERT do not say how theirs pools."""
+    """Return the configuration of an encoder. Raises `ModelError` for a classification head of which a part is missing.
+    Files of RoBERTa and DistilBERT say BERT; only DistilBERT has no types of tokens."""
     keys = _ENCODER_KEYS | {name: f"rope.{key}" for name, key in _ENCODER_ROPE.items()}
     values = {name: file.metadata.get(f"{family.gguf}.{key}") for name, key in keys.items()}
     if isinstance(eps := values["layer_norm_eps"], float):
@@ -306,9 +343,19 @@ def _encoder_config(file: GGUFFile, family: EncoderFamily) -> ModelConfig:
         values[name] = tensors[tensor].shape[0] if tensor in tensors else 0
     flags = {"attention_bias": "blk.0.attn_qkv", "norm_bias": "token_embd_norm", "mlp_bias": "blk.0.ffn_up"}
     values |= {name: f"{tensor}.bias" in tensors for name, tensor in flags.items()}
-    if family is BERT and {"cls.weight", "cls.output.weight"} <= tensors.keys():
-        family, head = BERT_AS_ROBERTA, CLASSIFIER
-        values["num_labels"] = tensors["cls.output.weight"].shape[0]
+    if _SCORES in tensors or "cls.weight" in tensors:
+        key, head = f"{family.gguf}.classifier.pooling_type", CLASSIFIER
+        pooling = _HEAD_POOLING.get(file.get(key, int) or 0)
+        is_whole = {_SCORES, "cls.weight"} <= tensors.keys() and (pooling is not None or family is not MODERN_BERT)
+        if family not in (BERT, MODERN_BERT) or not is_whole:
+            raise ModelError(
+                f"{file.path.name} has a part of a classification head: converters leave out the pooler of BERT's, and "
+                f"older ones {key} of ModernBERT's. Serve the Hugging Face directory of the model, or convert it anew."
+            )
+        values |= {"classifier_pooling": pooling, "classifier_bias": "cls.bias" in tensors}
+        values["num_labels"] = tensors[_SCORES].shape[0]
+        if family is BERT:
+            family = BERT_AS_ROBERTA if "token_types.weight" in tensors else BERT_AS_DISTILBERT
     ends = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "seperator")]
     return encoder_config(
         family,

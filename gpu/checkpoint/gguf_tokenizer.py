@@ -82,8 +82,10 @@ def _build(file: GGUFFile) -> Tokenizer:
         ids = {f"[{name}]": file.require(f"tokenizer.ggml.{name}_token_id", int) for name in around if name}
         first, last = ([f"[{name}]"] if name else [] for name in around)
         text = [*first, "$A", *last]
-        second = [f"{name}:1" for name in ([] if kind == "bert" else first) + ["$B", *last]]
-        if kind != "bert" and file.get("general.architecture", str) == "bert":
+        architecture = file.get("general.architecture", str)
+        has_one_start = kind == "bert" or architecture == "modern-bert"
+        second = [f"{name}:1" for name in ([] if has_one_start else first) + ["$B", *last]]
+        if kind != "bert" and architecture == "bert":
             second = [*last, "$B", *last]  # RoBERTa's
         tokenizer.post_processor = processors.TemplateProcessing(
             single=text,
@@ -236,8 +238,8 @@ _GPT4O = _PreTokenizer((steps.GPT4O_WORDS,), ignore_merges=True)
 
 # By `tokenizer.ggml.pre`, the name of the first family that had the tokenizer: Phi-4-mini's files carry gpt-4o.
 _PRE_TOKENIZERS = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2"), _PreTokenizer((_GPT2,))),
-    **dict.fromkeys(("olmo", "mpt"), _PreTokenizer((_GPT2,), composes=True)),
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "roberta-bpe"), _PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("olmo", "mpt", "modern-bert"), _PreTokenizer((_GPT2,), composes=True)),
     # Digits are split off first, so that two spaces before a digit stay one word; GPT-2's pattern would split them.
     **dict.fromkeys(("smollm", "refact", "starcoder"), _PreTokenizer((_EACH_DIGIT, _GPT2))),
     "command-r": _PreTokenizer((_EACH_DIGIT, _GPT2), composes=True),

@@ -48,11 +48,19 @@ class Scorer:
         return tuple(each for each in ids if each is not None)
 
 
+QWEN3_RERANKER = Scorer(labels=("no", "yes"), activation="softmax", tokens=("no", "yes"))
+
+
 def named_reranker(name: str, model_type: object) -> Scorer | None:
     """Return the scorer of a published Qwen3-Reranker, which is recognized by its name; None for other models."""
     if model_type != "qwen3" or not _QWEN3_RERANKER.search(name):
         return None
-    return Scorer(labels=("no", "yes"), activation="softmax", tokens=("no", "yes"))
+    return QWEN3_RERANKER
+
+
+def scorer_of_labels(labels: tuple[str, ...]) -> Scorer:
+    """Return the scorer of a classification head with the usual activation."""
+    return Scorer(labels=labels, activation="sigmoid" if len(labels) == 1 else "softmax")
 
 
 def scorer_of_directory(directory: Path, values: Mapping[str, Any], name: str) -> Scorer | None:

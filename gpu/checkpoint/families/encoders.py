@@ -334,7 +334,9 @@ _OF_ROBERTA = partial(_bert, head=("classifier.dense", "classifier.out_proj", "t
 _NOT_NOMIC = ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "causal", "parallel_block")
 
 BERT = EncoderFamily("Bert", "bert", _bert, gguf="bert", defaults=_BERT_DEFAULTS, allowed=_ABSOLUTE)
-BERT_AS_ROBERTA = replace(BERT, spec=_OF_ROBERTA)  # GGUF files of RoBERTa say BERT, too
+# GGUF files of RoBERTa and DistilBERT say BERT, too. Their heads have other activations.
+BERT_AS_ROBERTA = replace(BERT, spec=_OF_ROBERTA)
+BERT_AS_DISTILBERT = replace(BERT, spec=partial(_bert, head=("pre_classifier", "classifier", "relu")))
 ROBERTA = EncoderFamily(
     "Roberta", "roberta", partial(_OF_ROBERTA, skips_padding=True), defaults=_ROBERTA_DEFAULTS, allowed=_ABSOLUTE
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from engine.messages import Pooling
 from gpu.checkpoint import ModelError, open_model
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_tokenizer import tokenizer_from_gguf
+from gpu.checkpoint.scorer import scorer_of_labels
+from tests.gpu.checkpoint_files import byte_alphabet
 from tests.gpu.encoder_models import ENCODERS, WORDS, encoded, make_checkpoint, prompts, word_tokenizer
 
 KINDS = {
@@ -30,8 +33,18 @@ CHARSMAP = (1024).to_bytes(4, "little") + bytes(1024)  # a trie that maps no let
 SKIPPED = ("pooler.", "embeddings.position_ids")
 
 
-def write_gguf(path: Path, directory: Path, name: str, pooling: int = 1, **more: np.ndarray) -> Path:
-    """Write the checkpoint of `ENCODERS[name]` in `directory` as a GGUF file. `more` are further tensors."""
+def write_gguf(
+    path: Path,
+    directory: Path,
+    name: str,
+    pooling: int = 1,
+    *,
+    labels: Sequence[str] = (),
+    head_pooling: int = 0,
+    **more: np.ndarray,
+) -> Path:
+    """Write the checkpoint of `ENCODERS[name]` in `directory` as a GGUF file. `labels` and `head_pooling` are those of
+    its classification head, `more` are further tensors."""
     config, kind = ENCODERS[name], KINDS[name]
     writer = gguf.GGUFWriter(str(path), kind)
     offset = (config.pad_token_id or 0) + 1 if name == "roberta" else 0
@@ -58,6 +71,10 @@ def write_gguf(path: Path, directory: Path, name: str, pooling: int = 1, **more:
         writer.add_sliding_window(config.local_attention)
         writer.add_sliding_window_pattern(3)
         writer.add_string(f"{kind}.hidden_activation", config.hidden_activation)
+    if labels:
+        writer.add_array(f"{kind}.classifier.output_labels", list(labels))
+    if head_pooling:
+        writer.add_uint32(f"{kind}.classifier.pooling_type", head_pooling)
     writer.add_tokenizer_model("bert")
     special = WORDS[:5]
     spelled = [word if word in special else word[2:] if word.startswith("##") else f"\u2581{word}" for word in WORDS]
@@ -71,6 +88,10 @@ def write_gguf(path: Path, directory: Path, name: str, pooling: int = 1, **more:
         in_hf = given.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
         if in_hf.startswith(SKIPPED):
             continue
+        if kind == "modern-bert":
+            in_hf = in_hf.removeprefix("model.")
+        if in_hf in ("classifier.weight", "classifier.bias"):
+            in_hf = in_hf.replace("classifier", "classifier.out_proj")
         if in_hf == "embeddings.position_embeddings.weight":
             rows = values[offset:]
         else:
@@ -113,14 +134,60 @@ def test_dense_layers_and_heads_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, weights["dense_3"] @ weights["dense_2"] @ plain, rtol=1e-4)
 
 
-def test_a_reranker_has_the_logits_of_its_checkpoint(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, ENCODERS["roberta"], labels=1)
-    files = open_model(str(write_gguf(tmp_path / "model.gguf", tmp_path, "roberta", pooling=4)))
+@pytest.mark.parametrize(
+    ("name", "labels", "head_pooling"),
+    [
+        ("roberta", (), 0),
+        pytest.param("distilbert", ("bad", "fair", "good"), 0, marks=pytest.mark.slow),
+        pytest.param("modern-bert", ("LABEL_0",), 2, marks=pytest.mark.slow),
+        ("modern-bert-with-biases", ("bad", "good"), 1),
+    ],
+)
+def test_a_head_has_the_logits_of_its_checkpoint(
+    name: str, labels: Sequence[str], head_pooling: int, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, ENCODERS[name], labels=len(labels) or 1)
+    files = open_model(
+        str(write_gguf(tmp_path / "m.gguf", tmp_path, name, 4, labels=labels, head_pooling=head_pooling))
+    )
+    assert files.scorer == scorer_of_labels(tuple(labels) or ("LABEL_0",))
     given = [[token for token in each if token != 1] for each in prompts()]
     for logits, wanted in zip(
         encoded(files, given, Pooling.CLASSIFY), encoded(tmp_path, given, Pooling.CLASSIFY), strict=True
     ):
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "modern-bert"])
+def test_a_head_of_which_the_file_lacks_a_part_is_refused(name: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS[name], labels=3)
+    with pytest.raises(ModelError, match=r"pooler of BERT's.*\.classifier\.pooling_type"):
+        open_model(str(write_gguf(tmp_path / "m.gguf", tmp_path, name, labels=("a", "b", "c"))))
+
+
+def test_labels_fit_the_head(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, ENCODERS["roberta"], labels=3)
+    with pytest.raises(ModelError, match=r"output_labels has 2 labels, the head has 3"):
+        open_model(str(write_gguf(tmp_path / "m.gguf", tmp_path, "roberta", labels=("a", "b"))))
+
+
+def test_pairs_of_modern_bert_begin_once(tmp_path: Path) -> None:
+    tokens = [*byte_alphabet(), "th", "[CLS]", "[SEP]"]
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "modern-bert")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("modern-bert")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3, 3])
+    writer.add_token_merges(["t h"])
+    for key, value in (("bos", 257), ("eos", 258)):
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
+        writer.add_bool(f"tokenizer.ggml.add_{key}_token", True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokenizer = tokenizer_from_gguf(GGUFFile(tmp_path / "m.gguf"), 259)
+    assert tokenizer.encode("th", "a").tokens == ["[CLS]", "th", "[SEP]", "a", "[SEP]"]
 
 
 def test_a_unigram_vocabulary_makes_the_tokenizer_of_transformers(tmp_path: Path) -> None:

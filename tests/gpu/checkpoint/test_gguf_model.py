@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.checkpoint import Embedder, ModelError, RopeScaling, open_model
+from gpu.checkpoint import Embedder, ModelError, RopeScaling, Scorer, open_model
 from gpu.weights.tensors import weights_of
-from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
+from tests.gpu.checkpoint_files import ALPHABET, TINY, TinyGGUF, random_weights
 from tests.support.embedded_model import embedded_gguf, read_gguf_once
 
 QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True)
@@ -39,6 +39,41 @@ def test_a_published_reranker_is_known_by_its_name(tmp_path):
         path = TinyGGUF(tmp_path / f"{name}.gguf", config).add_weights(random_weights(config)).save()
         scorer = open_model(str(path)).scorer
         assert (() if scorer is None else scorer.labels) == labels
+
+
+def rerank_file(path: Path, *, rows: np.ndarray | None = None, config=QWEN3, labels=("yes", "no")) -> Path:
+    """Write a decoder with the rows of its labels apart, as converters do; `rows` replace these."""
+    weights = random_weights(config)
+    tokens = [*ALPHABET[:253], "yes", "th", "no"]
+    own = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])[[253, 255]]
+    file = TinyGGUF(path, config).add_tokenizer(tokens=tokens).add_weights(weights, "Q8_0")
+    file.writer.add_uint32(f"{file.name}.pooling_type", 4)
+    file.writer.add_array(f"{file.name}.classifier.output_labels", list(labels))
+    file.writer.add_tensor("cls.output.weight", own if rows is None else rows)
+    return file.save()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_is_known_by_the_rows_of_its_labels(tmp_path, tied):
+    model = open_model(str(rerank_file(tmp_path / "m.gguf", config=replace(QWEN3, tie_word_embeddings=tied))))
+    assert model.scorer == Scorer(labels=("no", "yes"), activation="softmax", tokens=("no", "yes"))
+    assert model.config.tie_word_embeddings is tied
+    assert model.embedder == Embedder()
+    assert "cls.output.weight" not in dict(weights_of(model))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows": np.random.default_rng(1).standard_normal((2, 256)).astype("f4")},  # of a head that is not tied
+        {"rows": np.ones((2, 32), "f4")},
+        {"labels": ("no", "yes")},
+        {"config": QWEN2},
+    ],
+)
+def test_other_scores_of_decoders_are_refused(tmp_path, wrong):
+    with pytest.raises(ModelError, match="Qwen3-Reranker"):
+        open_model(str(rerank_file(tmp_path / "m.gguf", **wrong)))
 
 
 @pytest.mark.parametrize("quantization", ["F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])

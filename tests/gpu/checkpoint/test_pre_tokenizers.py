@@ -51,7 +51,7 @@ _SPLITS: tuple[str, ...] = (
 _SPLITS += ("tekken", "qwen2", "deepseek-r1-qwen", "qwen35", "gpt-4o", "llama4", "minimax-m2")
 STEPS = {name: [split(GGUF_PRE_TOKENIZER_SPLITS[name]), BYTES] for name in _SPLITS}
 STEPS |= dict.fromkeys(("glm4", "chatglm-bpe"), STEPS["llama-bpe"])
-STEPS |= {name: [GPT2] for name in ("default", "gpt-2", "phi-2", "olmo", "mpt")}
+STEPS |= {name: [GPT2] for name in ("default", "gpt-2", "phi-2", "roberta-bpe", "olmo", "mpt", "modern-bert")}
 STEPS |= {name: [DIGITS, GPT2] for name in ("smollm", "refact", "starcoder", "command-r")}
 STEPS["kimi-k2"] = [
     split(
@@ -90,7 +90,7 @@ STEPS["falcon"] = [
 ]
 WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "smaug-bpe", "glm4"}
 WHOLE_WORDS |= {"chatglm-bpe", "tekken", "gpt-4o", "llama4", "kimi-k2"}  # those that were made of tiktoken's files
-COMPOSE = {"olmo", "mpt", "command-r", "qwen2", "deepseek-r1-qwen", "qwen35"}
+COMPOSE = {"olmo", "mpt", "modern-bert", "command-r", "qwen2", "deepseek-r1-qwen", "qwen35"}
 PIECES = ["▁", "a", "b", "c", "▁a", "ab", "bc", "abc", "▁abc", "é", "▁▁", "\n", "\n\n"]
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 

@@ -10,6 +10,7 @@ A tenant is named in the TOML file of `api_keys_file`:
     requests_per_minute = 600   # no limit by default
     tokens_per_minute = 200000  # of prompts and answers together; no limit by default
     priority_over_others = true # its requests' priorities count against other tenants', too; false by default
+    models = ["chat"]           # names of the models that it may use; all by default
 
 or is one of `api_keys`, with a name made from a digest of the key. Without any keys every client is anonymous.
 """
@@ -22,7 +23,7 @@ import re
 import secrets
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,11 @@ class Tenant(BaseModel):
     requests_per_minute: int | None = Field(default=None, ge=1, le=MOST_PER_MINUTE)
     tokens_per_minute: int | None = Field(default=None, ge=1, le=MOST_PER_MINUTE)
     priority_over_others: bool = Field(default=False, strict=True)
+    models: tuple[str, ...] | None = Field(default=None, min_length=1)
+
+    def may_use(self, model_names: Iterable[str]) -> bool:
+        """Return True if the tenant may use a model with these names."""
+        return self.models is None or not set(self.models).isdisjoint(model_names)
 
     def precedence(self, priority: int) -> int:
         """Return how much a request's `priority` counts against other tenants' requests."""
@@ -157,7 +163,7 @@ def _read(path: Path) -> list[_TenantEntry]:
                 f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings "
                 f"without blanks around them), weight (0.001 to 1000), max_running and max_queued_requests (1 to "
                 f"{MOST_CHOICES:,}), requests_per_minute and tokens_per_minute (1 to {MOST_PER_MINUTE:,}), "
-                f"priority_over_others (true or false). {works}"
+                f"priority_over_others (true or false), models (a list of names). {works}"
             ) from None
     return entries
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 async def answer(kind: type[OllamaRequest], pool: ModelPool, request: RequestScope) -> None:
     """POST /api/chat and /api/generate: JSON lines, or with `stream` false one object. No prompt: load or unload."""
     given = await pool.server.workload.read(request, lambda: parse_body(kind, request.body))
-    model = pool.find(given.model)
+    model = pool.find(given.model, request.tenant)
     if given.only_loads:
         given.check_fields()
     if given.only_loads and given.keep_alive == 0:
@@ -111,15 +111,14 @@ _LONGEST = 1e10  # seconds; a longer keep_alive is shown as `FOR_EVER`, because 
 async def tags(pool: ModelPool, request: RequestScope) -> None:
     """GET /api/tags: all served models."""
     await pool.refresh()
-    await request.send_json(
-        200, orjson.dumps({"models": [each for model in pool.models for each in await _named(model)]})
-    )
+    models = [each for model in pool.models_of(request.tenant) for each in await _named(model)]
+    await request.send_json(200, orjson.dumps({"models": models}))
 
 
 async def loaded_models(pool: ModelPool, request: RequestScope) -> None:
     """GET /api/ps: the models in memory."""
     shown = []
-    for model in pool.models:
+    for model in pool.models_of(request.tenant):
         if model.state is ModelState.LOADED or pool.only is not None:
             info = model.model.engine_info
             more: dict[str, Any] = {"expires_at": FOR_EVER, "context_length": info.max_model_len}
@@ -145,7 +144,7 @@ async def _named(model: ModelServer) -> list[dict[str, Any]]:
 async def show(pool: ModelPool, request: RequestScope) -> None:
     """POST /api/show: one model, without loading it."""
     given = await pool.server.workload.read(request, lambda: parse_body(NamedModelRequest, request.body))
-    model = pool.find(given.named)
+    model = pool.find(given.named, request.tenant)
     facts, described = (await _named(model))[0], await to_thread.run_sync(_described, model)
     shown = described | {name: facts[name] for name in ("details", "modified_at")}
     await request.send_json(200, orjson.dumps(shown))
@@ -258,7 +257,7 @@ async def pull(pool: ModelPool, request: RequestScope) -> None:
 
     async def fetch() -> None:
         try:
-            if name not in pool.names:
+            if name not in pool.names():
                 await to_thread.run_sync(_fetch, name, report, abandon_on_cancel=True, limiter=_PULLS)
         except HeadraceError as error:
             failed.append(ApiError(400, str(error), param="model"))

@@ -236,14 +236,15 @@ async def metrics(pool: ModelPool, request: RequestScope) -> None:
 async def list_models(pool: ModelPool, request: RequestScope) -> None:
     """GET /v1/models: all served models, with their states."""
     await pool.refresh()
-    cards = [_card(pool, model, request, name) for model in pool.models for name in model.settings.model_names]
+    models = pool.models_of(request.tenant)
+    cards = [_card(pool, model, request, name) for model in models for name in model.settings.model_names]
     is_page = request.dialect is ANTHROPIC
     await request.send_json(200, model_page(cards, request.query()) if is_page else encode(ModelList(data=cards)))
 
 
 async def show_model(pool: ModelPool, request: RequestScope) -> None:
     """GET /v1/models/{id}; ids may contain slashes."""
-    name = find_model(request.path_params["id"], pool.names)
+    name = find_model(request.path_params["id"], pool.names(request.tenant))
     await request.send_json(200, encode(_card(pool, pool.find(name), request, name)))
 
 

@@ -22,6 +22,7 @@ import msgspec
 from anyio import to_thread
 from pydantic import ByteSize
 
+from app.admission.tenants import ANONYMOUS, Tenant
 from app.config.settings import Settings, SettingsError
 from app.config.several import settings_of_models
 from app.http.scope import RequestScope
@@ -117,10 +118,13 @@ class ModelPool:
         """The models that have had a request, or the only one."""
         return [each for each in self.models if "admission" in vars(each)]
 
-    @property
-    def names(self) -> list[str]:
-        """All names that clients may ask for."""
-        return [name for each in self.models for name in each.settings.model_names]
+    def models_of(self, tenant: Tenant) -> list[ModelServer]:
+        """Return the models that a tenant may use."""
+        return [each for each in self.models if tenant.may_use(each.settings.model_names)]
+
+    def names(self, tenant: Tenant = ANONYMOUS) -> list[str]:
+        """Return all names that a tenant may ask for."""
+        return [name for each in self.models_of(tenant) for name in each.settings.model_names]
 
     @property
     def current(self) -> ModelServer:
@@ -136,14 +140,14 @@ class ModelPool:
     def model(self) -> ServedModel:
         return self.current.model
 
-    def find(self, name: str | None) -> ModelServer:
-        """Return the model of this name; without a name the first one. Raises ApiError 404."""
-        models = self.models
-        if name is not None and (self.settings.check_model_name or name in self.names):
-            name = find_model(name, self.names)
+    def find(self, name: str | None, tenant: Tenant = ANONYMOUS) -> ModelServer:
+        """Return the model of this name that a tenant may use; without a name the first one. Raises ApiError 404."""
+        models, names = self.models_of(tenant), self.names(tenant)
+        if name is not None and (self.settings.check_model_name or name in names):
+            name = find_model(name, names)
             return next(each for each in models if name in each.settings.model_names)
         if not models:
-            raise unknown_model(name or "", self.names)
+            raise unknown_model(name or "", names)
         return models[0]
 
     @property
@@ -201,24 +205,26 @@ class ModelPool:
     async def answer(self, handler: ModelHandler, request: RequestScope, *, streams: bool = False) -> None:
         """Load the model that the request's body names, and run a handler with it."""
         if self.only is not None:
-            await handler(self.only, request)
+            await handler(self.find(None, request.tenant), request)
             return
         asked = await self.server.workload.read(request, lambda: _asked(request.body))
         name = asked.name if asked.model is None and request.path.startswith("/api/") else asked.model
         if name is not None and not isinstance(name, str):
             raise ApiError(400, "model must be a string, one of the names in GET /v1/models.", param="model")
-        model = self.find(name or None)
+        model = self.find(name or None, request.tenant)
         async with self.use(model, request, asked, streams=streams):
             await handler(model, request)
 
     def in_query(self, request: RequestScope) -> ModelServer | None:
         """Return the model that the query names; None if it names none. Raises ApiError 404."""
         name = request.query().get("model", [None])[-1]
-        return None if name is None else self.find(name)
+        return None if name is None else self.find(name, request.tenant)
 
     async def answer_query(self, handler: ModelHandler, request: RequestScope) -> None:
         """Run a handler with the model in the query, or with `current`, without loading it."""
         model = self.in_query(request) or self.current
+        if model not in self.models_of(request.tenant):
+            raise unknown_model(model.name, self.names(request.tenant))
         request.model = model.name
         await handler(model, request)
 

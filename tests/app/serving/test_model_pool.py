@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from app.admission.tenants import Tenant
 from app.config.settings import Settings
 from app.config.several import models_in
 from app.http.connections import PER_ENGINE_PROCESS
@@ -41,6 +42,17 @@ def pool(tmp_path: Path) -> ModelPool:
     for model in pool.models:
         model.state, model.need, model.loaded_at = ModelState.LOADED, 1, time.monotonic()
     return pool
+
+
+def test_a_tenant_finds_only_the_models_that_it_may_use(pool: ModelPool) -> None:
+    limited, other = Tenant(name="limited", models=("two", "later")), Tenant(name="other", models=("later",))
+    assert pool.names() == ["one", "two"]
+    assert pool.names(limited) == ["two"]
+    assert pool.find(None, limited).name == pool.find("two:latest", limited).name == "two"
+    with pytest.raises(ApiError, match=r"`one` does not exist. Served here: two\."):
+        pool.find("one", limited)
+    with pytest.raises(ApiError, match="does not exist"):
+        pool.find(None, other)
 
 
 @pytest.mark.anyio

@@ -282,6 +282,31 @@ def test_refusals_by_limits_of_the_whole_server_are_figures_of_the_model(folder:
 
 
 @pytest.mark.slow
+def test_a_key_is_limited_to_models(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.limited]\nkeys = ["limited"]\nmodels = ["two"]\n[tenants.free]\nkeys = ["free"]\n')
+    with several(folder, api_keys_file=keys) as server:
+        server.wait_ready()
+        server.client.headers["authorization"] = "Bearer free"
+        assert list(states(server)) == ["one", "three", "two"]
+        server.client.headers["authorization"] = "Bearer limited"
+        assert list(states(server)) == ["two"]
+        assert [each["name"] for each in server.client.get("/api/tags").json()["models"]] == ["two:latest"]
+        assert server.client.get("/v1/models/one").status_code == 404
+        assert server.post("/api/show", {"model": "one"}).status_code == 404
+        for path, body in EVERY_DIALECT.items():
+            refused = server.post(path, body | {"model": "one"})
+            assert refused.status_code == 404
+            assert "one, " not in refused.text
+            assert ", three" not in refused.text
+            assert server.post(path, body).status_code == 200, "the first that it may use"
+        ollama = {"model": "one", "prompt": "a", "stream": False, "options": {"num_predict": 1}}
+        assert server.post("/api/generate", ollama).status_code == 404
+        assert server.post("/api/generate", ollama | {"model": "two"}).status_code == 200
+        assert states(server) == {"two": "loaded"}
+
+
+@pytest.mark.slow
 def test_models_that_come_and_go_leave_no_mapped_file(folder: Path) -> None:
     with several(folder) as server:
         server.wait_ready()

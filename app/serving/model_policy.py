@@ -42,6 +42,7 @@ class PooledModel:
         self.idle_unload = self.usual_idle_unload = idle_unload or math.inf  # clients may change the first
         self.state = ModelState.UNLOADED
         self.need: int | None = None
+        self.host_need = 0  # bytes of the host's memory besides, for a model on a device
         self.in_use = 0  # requests
         self.num_rows = 0  # of these, rows of batches
         self.is_closed = False  # it takes no new requests, because another model waits for its room
@@ -93,10 +94,12 @@ class Changes(Generic[M]):
 
 
 class ModelPolicy(Generic[M]):
-    """The models of one server, and the requests that wait for one. `limit` is in bytes."""
+    """The models of one server, and the requests that wait for one. `limit` is in bytes. `host_limit` is the limit of
+    the host's memory that models take besides."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, host_limit: float = math.inf) -> None:
         self.limit = limit
+        self.host_limit = host_limit
         self.models: dict[str, M] = {}
         self.waiting: list[Waiter[M]] = []
 
@@ -166,8 +169,11 @@ class ModelPolicy(Generic[M]):
 
     def is_impossible(self, model: M) -> bool:
         """True if a model does not fit even after all models that are not pinned are unloaded."""
-        pinned = sum(each.need or 0 for each in self.in_the_way_of(model) if each.pinned)
-        return model.need is not None and model.need + pinned > self.limit
+        pinned = [each for each in self.in_the_way_of(model) if each.pinned]
+        need, host_need = sum(each.need or 0 for each in pinned), sum(each.host_need for each in pinned)
+        return model.need is not None and (
+            model.need + need > self.limit or model.host_need + host_need > self.host_limit
+        )
 
     def in_the_way_of(self, model: M) -> list[M]:
         """Return the other models in memory."""
@@ -210,15 +216,23 @@ class ModelPolicy(Generic[M]):
             is_absent = model.state in (ModelState.UNLOADED, ModelState.FAILED) and now >= model.retry_at
             if not is_absent or model.need is None or self.is_impossible(model):
                 continue
-            if self.used + model.need > self.limit:
-                self._free(waiter, self.used + model.need - self.limit, now, changes)
+            lacking = self.used + model.need - self.limit
+            of_host = (
+                model.host_need
+                - self.host_limit
+                + sum(each.host_need for each in self.models.values() if each.holds_memory)
+            )
+            if lacking > 0 or of_host > 0:
+                self._free(waiter, lacking, of_host, now, changes)
                 return
             model.state = ModelState.LOADING
             changes.load.append(model)
 
-    def _free(self, waiter: Waiter[M], lacking: int, now: float, changes: Changes[M]) -> None:
-        """Unload models that hold `lacking` bytes together; close those that still have requests."""
+    def _free(self, waiter: Waiter[M], lacking: int, of_host: float, now: float, changes: Changes[M]) -> None:
+        """Unload models that hold `lacking` bytes together, and `of_host` of the host's; close those that still have
+        requests."""
         lacking -= self._leaving
+        of_host -= sum(each.host_need for each in self.models.values() if each.state is ModelState.UNLOADING)
         candidates = [
             each
             for each in self.models.values()
@@ -233,11 +247,12 @@ class ModelPolicy(Generic[M]):
         candidates.sort(key=lambda each: (max(now, self._turn_end(each, waiter)), each.in_use > 0, each.last_used))
         chosen: list[M] = []
         for each in candidates:
-            if lacking > 0:
+            if lacking > 0 or (of_host > 0 and each.host_need):
                 lacking -= each.need or 0
+                of_host -= each.host_need
                 chosen.append(each)
         over = [each for each in chosen if now >= self._turn_end(each, waiter)]
-        is_enough = lacking <= 0 and len(over) == len(chosen)
+        is_enough = lacking <= 0 and of_host <= 0 and len(over) == len(chosen)
         for each in over:
             each.is_closed = is_enough or each.in_use > 0
         if is_enough and not any(each.in_use for each in chosen):

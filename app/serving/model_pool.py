@@ -80,7 +80,7 @@ class ModelPool:
         self._spare: SpareEngine | None = None
         self.asleep: set[ModelServer] = set()  # models that /sleep has unloaded
         self._read_at = time.monotonic()
-        self.policy: ModelPolicy[ModelServer] = ModelPolicy(memory_limit(self.settings))
+        self.policy: ModelPolicy[ModelServer] = ModelPolicy(memory_limit(self.settings), MEMORY_SHARE * total_memory())
         if self.settings.has_several_models:
             self._take(settings_of_models(self.settings))
             server.metrics.show(
@@ -321,6 +321,9 @@ class ModelPool:
     def _too_large(self, model: ModelServer) -> ApiError:
         pinned = ", ".join(each.name for each in self.policy.in_the_way_of(model) if each.pinned)
         others = f", of which pinned models ({pinned}) keep theirs" if pinned else ""
+        if model.host_need:
+            of_host = _size(int(self.policy.host_limit))
+            others += f"; its kv_cache_ram is {_size(model.host_need)} of the host's memory, and may be {of_host}"
         return ApiError(
             503,
             f"The model {model.name} does not fit: it needs {_size(model.need or 0)} for weights, KV cache and "
@@ -373,15 +376,16 @@ class ModelPool:
         """Let the requests of a loaded model go on. Called again when its memory is measured."""
         if self.only is None and model.state is ModelState.LOADED:
             model.need = need
-            model.metrics.on_memory(need)
-            logger.info("%s: loaded in %.2f s, takes %s", model.name, model.load_seconds, _size(need))
+            model.metrics.on_memory(need + model.host_need)
+            takes = _size(need + model.host_need)
+            logger.info("%s: loaded in %.2f s, takes %s", model.name, model.load_seconds, takes)
             self._replan()
             return
         if self.only is None and model.state is not ModelState.LOADING:
             return  # it was unloaded during the load
         now = time.monotonic()
         self.policy.loaded(model, now, need, now - started)
-        model.metrics.on_load(need)
+        model.metrics.on_load(need + model.host_need)
         if model is self.only:
             self._is_serving()
             return

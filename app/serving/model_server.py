@@ -51,6 +51,7 @@ class ModelServer(PooledModel):
         super().__init__(settings.model_names[0], pinned=settings.pinned, idle_unload=settings.idle_unload)
         self.server = server
         self.settings = settings
+        self.host_need = settings.kv_cache_ram * settings.data_parallel_size
         self.workload = server.workload
         self.responses = server.responses
         self.start_up = StartUp(self.name if server.settings.has_several_models else None)
@@ -92,7 +93,9 @@ class ModelServer(PooledModel):
     @property
     def memory(self) -> int | None:
         """The bytes that it takes, if it is one of several and in memory."""
-        return self.need if self.holds_memory and self.server.settings.has_several_models else None
+        if self.need is None or not self.holds_memory or not self.server.settings.has_several_models:
+            return None
+        return self.need + self.host_need
 
     @property
     def model(self) -> ServedModel:

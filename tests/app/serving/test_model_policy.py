@@ -283,3 +283,20 @@ def test_an_idle_time_that_a_client_asked_for_lasts_until_the_model_is_loaded_ag
     policy.loaded(model, 10.0, 1, 1.0)
     assert not policy.plan(69.0).unload
     assert policy.plan(70.0).unload == [model]
+
+
+def test_models_make_room_in_the_memory_of_the_host_too() -> None:
+    policy: ModelPolicy[PooledModel] = ModelPolicy(100, host_limit=10)
+    for number, host_need in enumerate((0, 6, 5, 11)):
+        model = PooledModel(str(number))
+        model.need, model.host_need = 10, host_need
+        policy.models[model.name] = model
+    other, first, waiting, large = policy.models.values()
+    for model in (other, first):
+        model.state, model.loaded_at, model.last_used = ModelState.LOADED, -100.0, -100.0
+    policy.enter(waiting, 0.0, 100.0)
+    changes = policy.plan(0.0)
+    assert (changes.load, changes.unload) == ([], [first]), "the other one holds nothing of the host's memory"
+    policy.unloaded(first)
+    assert policy.plan(0.0).load == [waiting]
+    assert policy.is_impossible(large)

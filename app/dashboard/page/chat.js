@@ -128,9 +128,11 @@ export class Chat {
     if (talk.messages.length) note(`“${titleOf(talk)}” was deleted.`, "Undo", () => this.add([Object.assign(talk, { changed: 0 })]));
   }
 
+  // Returns whether there was room for all of them.
   add(talks) {
-    for (const talk of [...talks].reverse()) this.save(talk); // the first is on top
+    const kept = [...talks].reverse().map((talk) => this.save(talk)); // the first is on top
     this.open(talks[0]);
+    return kept.every(Boolean);
   }
 
   exportTalk(form) {
@@ -144,6 +146,7 @@ export class Chat {
     this.store.talks = [talk, ...(other ? [other] : []), ...others];
     if (other) note("Another tab went on with this conversation: what was written here is a copy of its own.");
     if (isFull) note("This browser has no room left: the conversation is not kept. Export it, or delete others.");
+    return !isFull;
   }
 
   // Another tab has changed a conversation. What is being answered here is this tab's.

@@ -188,6 +188,7 @@ class Reader {
   }
 
   command(name) {
+    if (name in Object.prototype) throw new Unknown(name); // all tables of names have these
     if (LETTERS[name]) return element("mi", LETTERS[name]);
     if (OPERATORS[name]) return operator(OPERATORS[name], /[{}|‖⟨⟩⌊⌋⌈⌉]/.test(OPERATORS[name]) ? { stretchy: "false" } : {});
     if (LARGE[name]) return Object.assign(operator(LARGE[name], this.isShown ? { largeop: "true" } : {}), { takesLimits: !/[∫∬∭∮]/.test(LARGE[name]) });
@@ -227,6 +228,7 @@ class Reader {
     if (name === "begin") return this.environment(this.source());
     if (name === "not") {
       const base = this.atom();
+      if (!base) throw new Unknown(name);
       base.append("\u0338");
       return base;
     }
@@ -263,7 +265,7 @@ class Reader {
   }
 
   environment(name) {
-    if (!(name in MATRICES)) throw new Unknown(name);
+    if (!Object.hasOwn(MATRICES, name)) throw new Unknown(name);
     if (name === "array") this.source();
     const rows = this.cells((token) => token === "\\end" || token === undefined);
     this.next();

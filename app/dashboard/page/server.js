@@ -24,7 +24,8 @@ export async function ask(path, { kind = "client", body, signal } = {}) {
   if (answer.status === 401) throw new Refused(401, wordsOf(kind));
   let message = `${answer.status} ${answer.statusText}`;
   try {
-    message = (await answer.json()).error.message;
+    const { error } = await answer.json();
+    message = [error?.message, error].find((each) => each && typeof each === "string") ?? message;
   } catch { /* not in the server's words: a proxy, perhaps */ }
   throw new Refused(answer.status, message);
 }

@@ -89,8 +89,7 @@ export class Sidebar {
       try {
         const talks = fromText(await file.text());
         for (const talk of talks) if (!talk.title) talk.title = file.name.replace(/\.\w+$/, "");
-        this.acts.add(talks);
-        note(talks.length === 1 ? `“${titleOf(talks[0])}” was imported.` : `${talks.length} conversations were imported.`);
+        if (this.acts.add(talks)) note(talks.length === 1 ? `“${titleOf(talks[0])}” was imported.` : `${talks.length} conversations were imported.`);
       } catch (error) {
         note(`${file.name} was not imported: ${error.message}.`);
       }

@@ -5,6 +5,8 @@
 // of a tail that has other versions holds them: `versions`, in which the shown one, `version`, is null.
 const [PREFIX, SETTINGS, OLD] = ["headrace-talk-", "headrace-chat-settings", "headrace-chats"];
 
+let latest = 0; // the highest `changed` of this page, so that conversations keep the order in which they were saved
+
 const newId = () => Date.now().toString(36) + Math.random().toString(36).slice(2);
 
 export const fresh = () => ({ id: newId(), created: new Date().toISOString(), changed: 0, title: "", system: "", model: null, messages: [] });
@@ -36,8 +38,10 @@ export function saveTalk(talk) {
       Object.assign(talk, { title: `${titleOf(talk)} (copy)`, id: newId() });
     }
   }
-  talk.changed = Date.now() + Math.random(); // no two tabs write the same
-  return { other, isFull: !put(PREFIX + talk.id, talk) };
+  latest = talk.changed = Math.max(Date.now(), Math.ceil(latest)) + Math.random(); // no two tabs write the same
+  const isFull = !put(PREFIX + talk.id, talk);
+  if (isFull && kept) talk.changed = kept.changed; // which stays there, and is no other tab's
+  return { other, isFull };
 }
 
 export function saveSettings({ settings, model }) { put(SETTINGS, { settings, model }); }
@@ -114,7 +118,7 @@ function read(key) {
 function parsed(text) {
   try {
     const talk = JSON.parse(text);
-    return talk.id && Array.isArray(talk.messages) ? { ...fresh(), ...talk } : null;
+    return talk.id && talk.messages.every(({ role, content }) => typeof role === "string" && typeof content === "string") ? { ...fresh(), ...talk } : null;
   } catch {
     return null;
   }

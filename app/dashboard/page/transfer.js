@@ -37,15 +37,22 @@ function fromJson(given) {
   const messages = Array.isArray(given) ? given : given?.messages; // a bare list is one too
   if (!Array.isArray(messages)) throw new Error("it has no “messages”, so it is no conversation");
   if ((given.headrace_conversation ?? 1) !== 1) throw new Error(`it has the form ${given.headrace_conversation}, which is newer than this page`);
+  if (!messages.length) throw new Error("it has no messages");
   const talk = fresh();
   for (const message of messages) {
     const content = textOf(message?.content);
     if (typeof message?.role !== "string" || content === null) throw new Error("a message has no role, or its content is no text");
-    const { role, reasoning, tool_calls, tool_call_id } = message;
-    talk.messages.push({ role, content, ...(reasoning ? { reasoning: String(reasoning) } : {}), ...(Array.isArray(tool_calls) ? { tool_calls } : {}), ...(tool_call_id ? { tool_call_id } : {}) });
+    const { role, reasoning, tool_calls: made, tool_call_id: id } = message;
+    const calls = Array.isArray(made) ? { tool_calls: made.filter(Boolean) } : {};
+    if (!(calls.tool_calls ?? []).every(isCall)) throw new Error("a call of a tool has no name, or its arguments are no text");
+    talk.messages.push({ role, content, ...(isText(reasoning) ? { reasoning } : {}), ...calls, ...(isText(id) ? { tool_call_id: id } : {}) });
   }
   return described(talk, given);
 }
+
+const isText = (value) => typeof value === "string" && value !== "";
+
+const isCall = ({ function: called }) => typeof called?.name === "string" && typeof (called.arguments ?? "") === "string";
 
 function textOf(content) {
   if (typeof content === "string") return content;

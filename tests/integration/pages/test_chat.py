@@ -174,6 +174,13 @@ def test_a_full_store_is_reported_and_costs_no_conversation(browser: Browser, op
                 }
             }"""
         )
+        page.get_by_role("button", name="Answer again").click()
+        wait_for_end(page)
+        expect(page.locator(".note")).to_contain_text("no room left")
+        page.get_by_role("button", name="Answer again").click()
+        wait_for_end(page)
+        expect(page.locator(".versions")).to_contain_text("3 / 3")
+        expect(names(page)).to_have_text("kept before")  # no copy: no other tab has changed it
         page.get_by_role("button", name="New conversation").click()
         say(page, "not kept " * 100)
         expect(page.locator(".note")).to_contain_text("no room left")
@@ -481,15 +488,30 @@ def test_all_conversations_leave_as_one_file_and_come_back(
 def test_a_file_that_is_no_conversation_is_refused_in_words(
     browser: Browser, open_server: Server, tmp_path: Path
 ) -> None:
-    files = {"broken.json": "{", "other.json": '{"a": 1}', "notes.md": "Just a text."}
+    files = {"broken.json": "{", "other.json": '{"a": 1}', "notes.md": "Just a text.", "empty.json": '{"messages": []}'}
+    for name, called in (("name", {"name": {"toString": 1}}), ("arguments", {"name": "f", "arguments": {"a": 1}})):
+        messages = [{"role": "assistant", "content": "", "tool_calls": [{"function": called}]}]
+        files[f"{name}.json"] = json.dumps({"messages": messages})
+    words = {
+        "broken.json": "not JSON",
+        "other.json": "no “messages”",
+        "notes.md": "## user",
+        "empty.json": "no messages",
+    }
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with looking(browser, open_server, CHAT) as page:
-        for name, words in (("broken.json", "not JSON"), ("other.json", "no “messages”"), ("notes.md", "## user")):
+        for name in files:
             page.set_input_files("#chat input[type=file]", tmp_path / name)
             expect(page.locator(".note")).to_contain_text(f"{name} was not imported: ")
-            expect(page.locator(".note")).to_contain_text(words)
+            expect(page.locator(".note")).to_contain_text(words.get(name, "a call of a tool"))
+        page.reload()
+        expect(page.get_by_label("Message", exact=True)).to_be_focused()
         expect(names(page)).to_have_count(0)
+        large = {"messages": [{"role": "tool", "content": "x" * 5_500_000}]}  # folded, so that it is drawn soon
+        (tmp_path / "large.json").write_text(json.dumps(large))
+        page.set_input_files("#chat input[type=file]", tmp_path / "large.json")
+        expect(page.locator(".note")).to_contain_text("no room left", timeout=PATIENCE)
 
 
 # ------------------------------------------------------------------------------------------------------ what it shows

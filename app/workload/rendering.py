@@ -320,7 +320,7 @@ def doubts_of(result: dict[str, Any]) -> list[str]:
         left_out = result.get("num_prompts", 0) - result["completed"] - result["failed"]
         doubts.append(f"The run was stopped: {left_out} requests are left out, not sent or in flight at that time.")
     cached, prompt = result["total_cached_tokens"], result["total_input_tokens"]
-    if cached > 0.1 * prompt and result.get("dataset_name") not in ("prefix_repetition", "conversation"):
+    if cached > 0.1 * prompt and result.get("dataset_name") in ("random", "sharegpt", "custom"):  # not of a simulation
         doubts.append(
             f"{100 * cached / prompt:.0f} % of the prompt tokens came from the prefix cache, as in a second run with "
             "the same --seed. To measure without it: another --seed, or POST /reset_prefix_cache before the run."

@@ -67,6 +67,10 @@ def test_what_a_server_tells_of_itself_is_a_table(tmp_path: Path, capsys: pytest
     utilization = json.loads((tmp_path / "out.json").read_text())["slot_utilization"]
     assert main([*flags.split(), "--max-num-seqs", "6"]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["slot_utilization"] < utilization
+    capsys.readouterr()
+    prefixes = f"simulate --table {path} --num-prompts 20 --output-len 2 --dataset-name prefix_repetition"
+    assert main([*prefixes.split(), "--prefix-repetition-num-prefixes", "1"]) == 0
+    assert "another --seed" not in capsys.readouterr().out  # no run before has filled the prefix cache
     path.write_text(json.dumps({"machine": {}, "rows": [], "engines": {"Llama-3.1-8B": info, "Qwen3-0.6B": info}}))
     assert main([*flags.split(), "--model", "Llama-3.1-8B"]) == 0
     capsys.readouterr()

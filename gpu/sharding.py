@@ -108,7 +108,7 @@ def stages(spec: architecture.DecoderSpec, count: int) -> list[Range]:
 
     @cache
     def ends(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """Return the cost of the largest of `left` stages for the layers from `first` on, and where each ends."""
+        """Return the least cost that the largest of `left` stages can have, from layer `first` on, and their ends."""
         if left == 1:
             return sum(costs[first:]), (len(costs),)
         return min(

@@ -101,6 +101,15 @@ def document(
     }
 
 
+_SECTIONS = {  # of /docs, by a dialect's root; other paths are in the section of /v1 or the server's
+    "/v1": "OpenAI, and others below /v1",
+    "/v1/responses": "Responses",
+    "/v1/messages": "Anthropic",
+    "/v1/rerank": "Reranking, scores, classes",
+    "/api": "Ollama",
+}
+
+
 def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     content: Json | None
     if isinstance(operation.answer, type):
@@ -116,6 +125,7 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     statuses = operation.errors if operation.is_open else (401, *operation.errors)
     described: Json = {
         "summary": operation.summary,
+        "tags": [_SECTIONS.get(dialect.root) or (_SECTIONS["/v1"] if operation.path.startswith("/v1/") else "Server")],
         "operationId": f"{operation.method}{re.sub('[^a-z0-9]+', '_', operation.path)}".rstrip("_"),
         "responses": {
             **{str(status): answer for status in (200, *operation.also)},

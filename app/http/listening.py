@@ -113,7 +113,7 @@ def _ignore_newcomers(listener: Any) -> None:
             socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(_DROP_SYN), ctypes.addressof(program))
         )
     except OSError as error:
-        logger.warning("Connections that are just being made may be lost: %s", error.strerror)
+        logger.warning("Connections that clients open during this stop may be lost: %s", error.strerror)
 
 
 def _num_waiting(listener: Any) -> int:

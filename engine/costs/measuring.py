@@ -224,7 +224,7 @@ class _Measures:
 
 
 class StepCostTracker:
-    """Updates `table`. `changes` is the sum of the absolute logarithms of all factors applied to it."""
+    """Updates `table` by what steps took. `changes` says how much it has changed: the sum of |log(new / old)|."""
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table

@@ -269,7 +269,7 @@ def _in_blocks(kind: str, numbers: NDArray[Any], scales: NDArray[np.float32], pe
 
 
 def _q6_k(numbers: NDArray[np.int8], d: NDArray[np.float32], s: NDArray[Any]) -> QuantizedRows:
-    """Return numbers from -32 to 31 as Q6_K. Each block of 256 has a d that is a float16, and integers `s` times it."""
+    """Return numbers from -32 to 31 as Q6_K. A block of 256 has a float16 `d`; its scales are `d` times `s`."""
     q = (numbers + np.int8(32)).view(np.uint8).reshape(-1, 2, 4, 32)
     low = q[:, :, :2] & np.uint8(15) | q[:, :, 2:] << np.uint8(4)
     high = np.bitwise_or.reduce(q >> np.uint8(4) << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2)

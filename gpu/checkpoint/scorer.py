@@ -28,9 +28,8 @@ _QWEN3_RERANKER = re.compile(r"qwen3[-_. ]?reranker", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
-    """`tokens` have the logits of the labels, as text or id; empty for a classification head.
-
-    The decoders that have tokens all read the prompt of Qwen3-Reranker. `instruction` replaces its usual instruction.
+    """The way to compute scores: by a decoder's logits of `tokens` (texts or ids, one for each label), or by a
+    classification head, without `tokens`. Such decoders read the prompt of Qwen3-Reranker, with `instruction` if given.
     """
 
     labels: tuple[str, ...]

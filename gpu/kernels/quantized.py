@@ -184,9 +184,9 @@ def _quantized_linear(
 
 @triton.jit
 def _number(numbers, zero, half: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
-    """Return q - zero, or the number that E4M3 stands for, in kind and exactly.
+    """Return q - zero, or the value of an E4M3 number, exactly, in the type `kind`.
 
-    An integer in the lowest bits of 128, 1024 or 2 ** 23 in floating point is that much more: no slow conversion.
+    The bits of q in the lowest bits of 128, 1024 or 2 ** 23 give that number plus q: no slow conversion of integers.
     """
     if BITS == 0:
         # E4M3 as a float16 with a smaller exponent. The two that are not numbers are in no checkpoint.

@@ -133,7 +133,7 @@ export class Charts {
   }
 }
 
-// A line that ends where there is no value; a lone value is a dot. Bars stand on the floor.
+// A line that ends where there is no value; a lone value is a dash. Bars stand on the floor.
 function path(values, ages, step, x, y, bars) {
   let d = "";
   let last = null;
@@ -141,7 +141,7 @@ function path(values, ages, step, x, y, bars) {
     if (value === null || value === undefined) { last = null; return; }
     const [at, height] = [x(ages[index]).toFixed(1), y(value).toFixed(1)];
     if (bars) d += value ? `M${at} ${y(0)}V${height}` : "";
-    else d += last !== null && last - ages[index] < 2.5 * step ? `L${at} ${height}` : `M${at} ${height}h.01`;
+    else d += last !== null && last - ages[index] < 2.5 * step ? `L${at} ${height}` : `M${at} ${height}m-1.2 0h2.4m-1.2 0`;
     last = ages[index];
   });
   return d;

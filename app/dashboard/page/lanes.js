@@ -151,8 +151,8 @@ export function explain(step, before, target) {
   const pause = before ? step.time - before.time - before.seconds : 0;
   if (pause >= IDLE) words.push(` Before it the engine was idle for ${span(pause)}.`);
   const ends = Map.groupBy(step.left, ([, why]) => why);
-  const named = { stop: "ended", length: "ended at its limit", abort: "was aborted", error: "failed", timeout: "timed out", preempted: "was preempted" };
-  const plural = { ...named, length: "ended at their limits", abort: "were aborted", preempted: "were preempted" };
+  const named = { stop: "ended", length: "reached its length limit", abort: "was aborted", error: "failed", timeout: "timed out", preempted: "was preempted" };
+  const plural = { ...named, length: "reached their length limits", abort: "were aborted", preempted: "were preempted" };
   if (ends.size) words.push(` Since the step before, ${[...ends].map(([why, list]) => `${many(list.length, "request")} ${(list.length === 1 ? named : plural)[why] ?? why}`).join(", ")}.`);
   return words.join("");
 }

@@ -11,13 +11,13 @@ import { legend } from "./view.js";
 const TICK = 125; // milliseconds
 const SPAN = 20; // virtual seconds that are shown
 const SLIDERS = [ // name, words, least, most, step, unit
-  ["rate", "Arrivals", 0.5, 20, 0.5, "/s"], ["max_num_seqs", "Most active", 1, 64, 1, ""], ["step_seconds", "Step time", 0.005, 0.1, 0.005, "s"],
+  ["rate", "Arrivals", 0.5, 20, 0.5, "/s"], ["max_num_seqs", "Slots", 1, 64, 1, ""], ["step_seconds", "Step time", 0.005, 0.1, 0.005, "s"],
   ["input_len", "Prompt, mean", 8, 1024, 8, "tokens"], ["output_len", "Answer, mean", 4, 256, 4, "tokens"], ["max_num_batched_tokens", "Budget of a step", 256, 2048, 64, "tokens"],
 ];
 const TOP = 10; // pixels above the highest value
 const LESSONS = { // what a preset is called, and what to look at
   comfortable: ["Comfortable", "3 requests a second and 8 slots, which could serve 13: hardly one waits. Move “Arrivals” up until the queue grows."],
-  overloaded: ["Overloaded", "8 requests a second and 4 slots, which serve 6.7: the queue grows without bound. Move “Most active” up, and see it empty."],
+  overloaded: ["Overloaded", "8 requests a second and 4 slots, which serve 6.7: the queue grows without bound. Move “Slots” up to see the queue empty."],
   "one slot": ["One at a time", "2 requests a second and 1 slot, which could serve 2.8: all are served, and one in a hundred waits for seconds."],
   bursts: ["Everyone at once", "3 requests a second on average and 4 slots, but the requests come in bursts: the slots that were enough are not while a burst lasts."],
   "long prompts": ["Long documents", "Prompts of 800 tokens fill the budget of a step: their prefill delays every first token. Move “Budget of a step”."],

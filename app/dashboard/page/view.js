@@ -7,7 +7,7 @@ import { explain, Lanes } from "./lanes.js";
 
 const HINT = "Choose a request to see its timeline and why it waits.";
 const POINT = "Point at a step, or go through them with ← and →, to have one explained.";
-const ENDS = { stop: "ended", length: "ended at their limit", abort: "aborted", error: "failed", timeout: "timed out", gone: "has left", preempted: "preempted" };
+const ENDS = { stop: "ended", length: "reached the length limit", abort: "aborted", error: "failed", timeout: "timed out", gone: "has left", preempted: "preempted" };
 
 export class View {
   // `abort(id)` ends a request; a recording has none.
@@ -19,7 +19,7 @@ export class View {
     this.selected = null;
     this.tenant = null; // the one whose requests are listed; null: all
     this.figures = h("dl.figures");
-    this.canvas = h("canvas.lanes", { role: "img", ariaLabel: "Who ran in the last steps" });
+    this.canvas = h("canvas.lanes", { role: "img", ariaLabel: "Requests of the last steps" });
     this.lanes = new Lanes(this.canvas, (id) => this.select(id));
     this.lanes.onPoint = () => this.drawSoon();
     this.words = h("p.explained");
@@ -244,7 +244,7 @@ export class View {
       if (facts.num_preemptions) rows.push(["Preempted", `${facts.num_preemptions} times`]);
     }
     if (now) rows.push(["State", now.waits_for ? `waits: ${now.waits_for}, for ${span(frame.time - now.arrival_time)}` : `${now.status}, here for ${span(frame.time - now.arrival_time)}`]);
-    else if (ended) rows.push(["State", (ENDS[ended.why] ?? ended.why).replace("their", "its")]);
+    else if (ended) rows.push(["State", ENDS[ended.why] ?? ended.why]);
     this.details.replaceChildren(h("dl.facts", {}, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])), timeline(request, facts?.arrival_time));
   }
 }

@@ -72,7 +72,7 @@ def page(result: dict[str, Any], records: Sequence[RequestRecord], beside: dict[
             [gap for r in done for gap in r.itls],
             [gap for gaps in (beside or {}).get("itls", ()) for gap in gaps],
         ),
-        Plot(f"{NAMES['ttft']} by when it was sent", "s", "ms", answers, "dots", marks=missing),
+        Plot(f"{NAMES['ttft']} by the time of sending", "s", "ms", answers, "dots", marks=missing),
         Plot("Output tokens per second", "s", "tok/s", _rates(done, began), marks=missing),
         Plot("Concurrent requests", "s", "", _steps(open_requests), marks=missing),
     ]
@@ -143,12 +143,12 @@ def _svg(plot: Plot) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="{escape(plot.title)}">']
     for y in (top * n / 4 for n in range(5)):
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down(y):.1f}" y2="{down(y):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{y:,.4g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{_figure(y)}</text>')
     parts += [
-        f'<text x="{across(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{f"{x:.2f}".rstrip("0").rstrip(".")}</text>'
+        f'<text x="{across(x):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{_figure(x)}</text>'
         for x in decades or [low + (high - low) * n / 4 for n in range(5)]
     ]
-    parts.append(f'<text x="{WIDTH}" y="{HEIGHT - 6}" text-anchor="end">{plot.x_name}</text>')
+    parts.append(f'<text x="{WIDTH}" y="{HEIGHT - BOTTOM}" text-anchor="end">{plot.x_name}</text>')
     parts.append(f'<text x="0" y="12">{plot.y_name}</text>')
     if plot.kind == "line":
         for style, line in (("line", points), ("line before", beside)):
@@ -160,9 +160,15 @@ def _svg(plot: Plot) -> str:
     for number, percent in enumerate((50, 90, 99) if plot.log_x and plot.points else ()):
         x = next(x for x, y in plot.points if y >= percent)
         parts.append(f'<path class="rule" d="M{across(x):.1f} {TOP}V{floor}"/>')
-        parts.append(f'<text x="{across(x) + 3:.1f}" y="{floor - 6 - 14 * number}">p{percent} {x:,.4g}</text>')
+        place = 'text-anchor="end" dx="-6"' if across(x) > WIDTH - RIGHT - 60 else ""
+        at = f'x="{across(x) + 3:.1f}" y="{floor - 6 - 14 * number}"'
+        parts.append(f"<text {at} {place}>p{percent} {_figure(x)}</text>")
     parts += [f'<path class="bad" d="M{across(x):.1f} {floor}v-8"/>' for x in list(plot.marks)[:MAX_POINTS]]
     return "".join(parts) + "</svg>"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _nice(value: float) -> float:

@@ -157,7 +157,7 @@ class Server:
         for request in self._open_requests:
             request.cut()
         level = logging.WARNING if cut else logging.INFO
-        logger.log(level, "Drained, requests ended at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
+        logger.log(level, "Drained. Requests cut at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
 
     def stop(self) -> None:
         if self.phase is not ServerPhase.FAILED:

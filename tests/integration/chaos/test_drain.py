@@ -101,7 +101,7 @@ def test_what_does_not_end_in_time_is_told_so(worker_class: str, how: Start) -> 
         assert (b"connection", b"close") in head.headers
         assert b"shutting_down" in whole.read_body()
         assert server.wait_exit() == 0
-        assert "Drained, requests ended at drain_timeout (0.3 s): 6" in server.log
+        assert "Drained. Requests cut at drain_timeout (0.3 s): 6" in server.log
 
 
 def listens(port: int) -> bool:

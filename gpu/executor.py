@@ -22,7 +22,7 @@ from gpu.weights.reading import read_weights
 from gpu.worker import EncoderWorker, Worker, sample_text
 
 if TYPE_CHECKING:
-    from gpu.profile import WorkerProfile
+    from gpu.profile import HostProfile, TorchProfile
 
 
 NO_TIERS = "this model has no KV cache, or its KV blocks are useless without its states, which are kept only there"
@@ -84,7 +84,7 @@ class UniProcExecutor:
         self.cpu_seconds = time.thread_time if worker.device == "cpu" else None
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
-        self._profile: WorkerProfile | None = None
+        self._profile: HostProfile | TorchProfile | None = None
 
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
         """Open the tier that the options ask for, if any."""

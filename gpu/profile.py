@@ -1,4 +1,5 @@
-"""Profiles of a worker's steps: the calls of a model that the C++ library computes, or what torch's profiler sees.
+"""Profiles of a worker's steps: the calls of a model that the C++ library computes, or what torch's profiler sees. A
+profile records from its creation until `stop`, which is called once.
 
 Events have Chrome's trace format, with times in microseconds of `time.monotonic()`.
 """
@@ -10,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,6 @@ Event = dict[str, Any]
 TRACK = 3
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class WorkerProfile(Protocol):
-    """Records from its creation until `stop`, which is called once."""
-
-    def stop(self) -> list[Event]: ...
 
 
 class TimedModel:

@@ -44,7 +44,7 @@ from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, Stag
 from gpu.sampling.sampler import token_logprobs
 
 if TYPE_CHECKING:
-    from gpu.profile import WorkerProfile
+    from gpu.profile import HostProfile, TorchProfile
 
 
 class Worker:
@@ -123,7 +123,7 @@ class Worker:
             use_threads(self._num_threads)
             self._entered.num_threads = self._num_threads
 
-    def start_profile(self) -> WorkerProfile:
+    def start_profile(self) -> HostProfile | TorchProfile:
         from gpu.profile import HostProfile, TorchProfile
 
         if self._native is not None and isinstance(self.runner, ModelRunner):
@@ -231,11 +231,6 @@ class EncoderWorker(Worker):
             size = options.max_num_batched_tokens
             zeros, starts = np.zeros(size, np.int64), np.array([*range(0, size, longest), size], np.int32)
             encoder.encode(EncoderInputs(zeros, zeros, zeros, starts))
-
-    def start_profile(self) -> WorkerProfile:
-        from gpu.profile import TorchProfile
-
-        return TorchProfile()
 
 
 # ----------------------------------------------------------------------------------------------------------- perplexity

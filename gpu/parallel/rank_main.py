@@ -38,7 +38,7 @@ from gpu.sharding import Layout
 from gpu.worker import Worker
 
 if TYPE_CHECKING:
-    from gpu.profile import WorkerProfile
+    from gpu.profile import HostProfile, TorchProfile
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ class Rank:
         self._decode = messages.down_decoder(lambda: _MasksToCome(self))
         self._waiting: deque[messages.Down] = deque()  # read while a step waited for its masks
         self._in_flight: deque[tuple[int, StepHandle]] = deque()
-        self._profile: WorkerProfile | None = None
+        self._profile: HostProfile | TorchProfile | None = None
         self._step = 0
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:

@@ -6,17 +6,19 @@ from elsewhere?
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
-from tests.support.harness import Server
+from tests.support.harness import REPOSITORY, Server
 
 PATIENCE = 60_000  # milliseconds
 DESK: ViewportSize = {"width": 1280, "height": 720}
 PHONE: ViewportSize = {"width": 390, "height": 844}
+AXE = REPOSITORY / "tests" / "integration" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
 
 
 @contextmanager
@@ -49,3 +51,11 @@ def looking(
     context.close()
     assert [each for each in complaints if not (allowed and allowed in each)] == []
     assert [url for url in asked if not url.startswith((server.base_url, "data:", "blob:"))] == []
+
+
+def expect_no_violations(page: Page) -> None:
+    """axe-core finds nothing on the page as it is now."""
+    page.evaluate(AXE.read_text() + "; null")
+    found = page.evaluate("axe.run().then(({ violations }) => violations)")
+    places = {each["id"]: [node["html"][:200] for node in each["nodes"]] for each in found}
+    assert not places, json.dumps(places, indent=1)

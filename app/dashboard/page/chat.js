@@ -1,5 +1,6 @@
 // Chat: conversations with the model, kept in this browser only. Answers go on while another conversation is shown.
 import { Run, sent } from "./answer.js";
+import { Attachments } from "./attach.js";
 import { h } from "./dom.js";
 import { Message } from "./message.js";
 import { Options } from "./options.js";
@@ -57,6 +58,8 @@ export class Chat {
     this.news = h("p.unseen", { role: "status", ariaLive: "polite" });
     this.notice = h("p.notice", { role: "status", hidden: true });
     const form = h("form.compose", { onsubmit: (event) => { event.preventDefault(); this.isAnswering ? this.stop() : this.send(); } }, h("div.box", {}, this.input, this.button), this.foot);
+    const attach = new Attachments(this.root, (text) => this.insert(text));
+    this.input.before(attach.button, attach.file);
     this.foot.append(this.state);
     const toolbar = h("div.toolbar", {}, this.sideButton, this.title, h("span.spacer"), this.options.model, this.options.button,
       menu("more", "More about this conversation", [
@@ -163,6 +166,17 @@ export class Chat {
     this.options.system.value = known.system;
     this.drawLog();
     if (index >= 0) this.views[index]?.edit(words);
+  }
+
+  // Puts the text of a file where the cursor is, apart from what is written around it.
+  insert(text) {
+    const { value, selectionStart: begin, selectionEnd: end } = this.input;
+    const [before, after] = [value.slice(0, begin).trimEnd(), value.slice(end).trimStart()];
+    const head = `${before ? `${before}\n\n` : ""}${text}\n\n`;
+    this.input.value = head + after;
+    this.grow();
+    this.input.focus();
+    this.input.setSelectionRange(head.length, head.length);
   }
 
   // --- questions and answers

@@ -9,7 +9,7 @@ const ICONS = { // strokes on a square of 24
   settings: "M4 8h9M17 8h3M4 16h3M11 16h9M15 6v4M9 14v4", close: "M6 6l12 12M18 6L6 18", continue: "M5 5l8 7-8 7M16 5v14", warn: "M12 4l9 16H3zM12 10v4M12 17h.01",
   light: "M12 8a4 4 0 1 0 0 8 4 4 0 0 0 0-8zM12 2v2M12 20v2M2 12h2M20 12h2M5 5l1.4 1.4M17.6 17.6L19 19M5 19l1.4-1.4M17.6 6.4L19 5", dark: "M20 14A8.5 8.5 0 0 1 10 4a8.5 8.5 0 1 0 10 10z",
   help: "M9 9.5a3 3 0 1 1 4.2 2.7c-.8.4-1.2 1-1.2 1.8M12 17h.01M12 3a9 9 0 1 0 0 18 9 9 0 0 0 0-18z",
-  system: "M4 5h16v11H4zM9 20h6M12 16v4",
+  system: "M4 5h16v11H4zM9 20h6M12 16v4", attach: "M19 11l-7.5 7.5a4.2 4.2 0 0 1-6-6L13 5a2.8 2.8 0 0 1 4 4l-7.5 7.5a1.4 1.4 0 0 1-2-2L14 8",
 };
 
 export function icon(name) {

@@ -16,11 +16,10 @@ from playwright.sync_api import Browser, Locator, Page, Route, ViewportSize, exp
 
 from app.commands.conversation import Conversation
 from tests.support.harness import Server
-from tests.support.pages import DESK, PATIENCE, PHONE, looking
+from tests.support.pages import DESK, PATIENCE, PHONE, expect_no_violations, looking
 from tests.support.tiny_model import tiny_server
 
 CHAT = "/dashboard#chat"
-AXE = Path(__file__).parents[1] / "npm" / "node_modules" / "axe-core" / "axe.min.js"
 RICH = """Text with `code` and $x^2$.
 
 ```python
@@ -383,6 +382,94 @@ def test_an_answer_that_was_stopped_goes_on_where_it_ended(browser: Browser, ope
         expect(page.get_by_role("button", name="Continue")).to_have_count(0)
 
 
+def test_an_answer_that_ends_in_its_reasoning_is_given_again_and_not_continued(
+    browser: Browser, open_server: Server
+) -> None:
+    """A final message without content cannot be continued: the thoughts would be lost, or read as the answer."""
+    with looking(browser, open_server, CHAT) as page:
+        answer_with(page, {"reasoning_content": "First I have to"}, reason="length")
+        say(page, "Count")
+        answer = page.locator("article.assistant")
+        expect(answer).to_contain_text("Cut: ")
+        expect(answer.locator("details.reasoning")).to_contain_text("First I have to")
+        expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+        bodies = answer_with(page, {"reasoning_content": "Now."}, {"content": "One"}, reason="length")
+        page.get_by_role("button", name="Answer again").click()
+        expect(answer.locator(".text")).to_have_text("One")
+        expect(answer.locator("details.reasoning")).not_to_contain_text("First")
+        assert [message["role"] for message in bodies[0]["messages"]] == ["user"]
+        assert "continue_final_message" not in bodies[0]
+        wait_for_end(page)
+        bodies = answer_with(page, {"content": ", two"})
+        page.get_by_role("button", name="Continue").click()
+        expect(answer.locator(".text")).to_have_text("One, two")
+        assert bodies[0]["messages"][-1] == {"role": "assistant", "content": "One"}
+        expect(answer.locator("details.reasoning")).to_contain_text("Now.")
+
+
+GIVE = """([event, files, words]) => {
+    const given = new DataTransfer();
+    for (const [name, type, text] of files) given.items.add(new File([text], name, { type }));
+    if (words) given.setData("text/plain", words);
+    const data = event === "paste" ? { clipboardData: given } : { dataTransfer: given };
+    const kind = event === "paste" ? ClipboardEvent : DragEvent;
+    const made = new kind(event, { bubbles: true, cancelable: true, ...data });
+    document.querySelector("[aria-label=Message]").dispatchEvent(made);
+    return made.defaultPrevented;
+}"""
+
+
+def test_text_files_are_attached_by_button_drop_and_paste(
+    browser: Browser, open_server: Server, tmp_path: Path
+) -> None:
+    chosen = tmp_path / "notes.md"
+    chosen.write_text("# Notes\n\n```python\nprint(1)\n```\n")
+    with looking(browser, open_server, CHAT) as page:
+        bodies = answer_with(page, {"content": "Read."})
+        box = page.get_by_label("Message", exact=True)
+        box.fill("Compare these.")
+        with page.expect_file_chooser() as chooser:
+            page.get_by_role("button", name="Attach text files").click()
+        chooser.value.set_files(chosen)
+        expect(box).to_have_value(re.compile("````md\n# Notes"))
+        assert page.evaluate(GIVE, ["dragover", [["a.py", "", "b = 2\n"]], ""])
+        expect(page.locator("#chat")).to_have_class(re.compile("is-target"))
+        assert page.evaluate(GIVE, ["drop", [["a.py", "", "b = 2\n"]], ""])
+        expect(page.locator("#chat")).not_to_have_class(re.compile("is-target"))
+        expect(box).to_have_value(re.compile("b = 2"))
+        assert page.evaluate(GIVE, ["paste", [["LICENSE", "text/plain", "Free"]], "LICENSE"])
+        expect(box).to_have_value(re.compile("Free"))
+        box.press("Enter")
+        wait_for_end(page)
+        fence = "```"
+        assert bodies[0]["messages"][-1]["content"] == (
+            f"Compare these.\n\nnotes.md:\n`{fence}md\n{chosen.read_text()}`{fence}\n\n"
+            f"a.py:\n{fence}py\nb = 2\n{fence}\n\nLICENSE:\n{fence}\nFree\n{fence}"
+        )
+
+
+def test_what_is_no_text_is_not_attached_and_the_page_says_why(browser: Browser, open_server: Server) -> None:
+    with looking(browser, open_server, CHAT) as page:
+        note = page.locator(".note")
+        refused = (
+            (
+                ["cat.png", "image/png", "x"],
+                "cat.png was not attached: it is an image, and this model reads text only.",
+            ),
+            (["a.bin", "", "a\0b"], "a.bin was not attached: it is no text."),
+            (["big.log", "text/plain", "x" * (2**20 + 2**19)], "it has 1.5 MiB, and 1 MiB of text is allowed"),
+        )
+        for file, words in refused:
+            for event in ("drop", "paste"):
+                assert page.evaluate(GIVE, [event, [file], ""])
+                expect(note).to_contain_text(words)
+        assert not page.evaluate(GIVE, ["paste", [["cells.png", "image/png", "x"]], "1\t2"]), (
+            "the text of a table is pasted"
+        )
+        assert not page.evaluate(GIVE, ["drop", [], "words"]), "words are the browser's"
+        expect(page.get_by_label("Message", exact=True)).to_have_value("")
+
+
 def test_answers_and_code_are_copied(browser: Browser, open_server: Server) -> None:
     with looking(browser, open_server, CHAT) as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -681,31 +768,24 @@ def test_the_theme_is_the_systems_or_chosen_and_stays(browser: Browser, open_ser
 def test_axe_finds_nothing(browser: Browser, open_server: Server, scheme: str, size: ViewportSize) -> None:
     with looking(browser, open_server, CHAT, size=size, allowed="400") as page:
         page.evaluate("scheme => window.theme.choose(scheme)", scheme)
-        _expect_no_violations(page)
+        expect_no_violations(page)
         answer_with(page, {"reasoning_content": "Hm."}, {"content": RICH})
         ask(page, "a question")
         wait_for_end(page)
-        _expect_no_violations(page)
+        expect_no_violations(page)
         page.get_by_role("button", name="Answer again").click()
         wait_for_end(page)
         page.get_by_role("button", name="Settings", exact=True).click()
-        _expect_no_violations(page)
+        expect_no_violations(page)
         page.get_by_label("More fields").fill("[")
         page.get_by_role("button", name="Close the settings").click()
         ask(page, "an error")
         expect(page.locator(".error")).to_be_visible()
         if size == PHONE:
             page.get_by_role("button", name="Conversations").click()
-        _expect_no_violations(page)
+        expect_no_violations(page)
         page.evaluate("document.querySelector('.shortcuts').showModal()")
-        _expect_no_violations(page)
-
-
-def _expect_no_violations(page: Page) -> None:
-    page.evaluate(AXE.read_text() + "; null")
-    found = page.evaluate("axe.run().then(({ violations }) => violations)")
-    places = {each["id"]: [node["html"][:200] for node in each["nodes"]] for each in found}
-    assert not places, json.dumps(places, indent=1)
+        expect_no_violations(page)
 
 
 def _style(locator: Locator, name: str) -> str:

@@ -13,10 +13,9 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 
-from tests.integration.pages.test_chat import _expect_no_violations
 from tests.integration.pages.test_dashboard import streaming
 from tests.support.harness import Server
-from tests.support.pages import DESK, PATIENCE, PHONE, looking
+from tests.support.pages import DESK, PATIENCE, PHONE, expect_no_violations, looking
 from tests.support.tiny_model import tiny_server, write_tiny_model
 
 TENANTS = {"red": "key-red", "blue": "key-blue"}
@@ -314,16 +313,16 @@ def test_axe_finds_nothing(browser: Browser, open_server: Server, scheme: str, s
         page.locator("#live ul[aria-label=Running] .request").first.click()
         expect(page.locator("#live .served")).to_be_visible(timeout=PATIENCE)
         page.get_by_role("button", name="Abort", exact=True).click()
-        _expect_no_violations(page)
+        expect_no_violations(page)
         page.get_by_role("tab", name="Play").click()
-        _expect_no_violations(page)
+        expect_no_violations(page)
         page.get_by_role("tab", name="Simulate").click()
         page.get_by_role("button", name="Overloaded").click()
         expect(page.locator("#simulate .lesson")).to_contain_text("grows")
         page.wait_for_timeout(1000)
-        _expect_no_violations(page)
+        expect_no_violations(page)
         page.get_by_role("tab", name="Play").click()
         page.get_by_role("button", name="Play the last simulation").click()
         expect(page.locator("#play .figures")).to_be_visible()
-        _expect_no_violations(page)
+        expect_no_violations(page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -40,6 +40,7 @@ _CLOSE = 5e-6  # seconds between two clock readings without an interruption
 _HTTP = b"HTTP/1."
 _TIMESPEC = struct.Struct("@ll")
 _LAST_CHUNK = re.compile(rb"\r\n0+(?:;[^\r\n]*)?\r\n(?:[^\r\n:]+:[^\r\n]*\r\n)*\r\n\Z")  # with trailers
+LOOKUP_TIMEOUT = 10.0  # seconds for facts of a server, which a stopped run does not wait for longer
 MAX_HEAD, MAX_TRAILERS, MAX_CHUNK_HEAD = 2**16, 2**12, 2**12  # bytes
 
 
@@ -283,7 +284,7 @@ class ConnectionPool:
             where = f"{self._host}:{self._port}"
             raise SettingsError(f"No answer from {where}: {error}. Start a server there, or name another") from error
 
-    async def exchange(self, request: bytes) -> Exchange:
+    async def exchange(self, request: bytes, patience: float | None = None) -> Exchange:
         """Send a request and return when its answer has ended or failed. Cancellation closes the connection."""
         exchange = Exchange()
         exchange.start_time = perf_counter()
@@ -295,7 +296,9 @@ class ConnectionPool:
                 exchange.error, exchange.end_time = f"cannot connect: {error.strerror or error}", perf_counter()
                 return exchange
             connection.send(exchange, request)
-            giving_up = asyncio.get_running_loop().call_later(self._timeout, connection.give_up, exchange, "timed out")
+            giving_up = asyncio.get_running_loop().call_later(
+                patience or self._timeout, connection.give_up, exchange, "timed out"
+            )
             try:
                 await exchange.done
             finally:
@@ -309,7 +312,7 @@ class ConnectionPool:
 
     async def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
         """Return the JSON that answers a GET; None if the status is not 200 or the body is not JSON."""
-        exchange = await self.exchange(self.message("GET", path, headers=headers))
+        exchange = await self.exchange(self.message("GET", path, headers=headers), min(self._timeout, LOOKUP_TIMEOUT))
         if not exchange.head.startswith(b"HTTP/1.1 200") or exchange.error:
             return None
         try:

@@ -116,12 +116,12 @@ def run(**given: Any) -> int:
         machine, settings = simulated
         requests = [replace(request, n=check.n) for request in requests]
         result |= predict(requests, machine, settings, result, options.max_concurrency)
+    if options.save_result or options.append_result or options.save_detailed:  # before anything can fail
+        print(f"Result: {_save(options, result | (per_request(records) if options.save_detailed else {}))}", flush=True)
     print_result(result, check.beside)
     if options.html:
         options.html.write_text(page(result, records, check.beside), encoding="utf-8")
         print(f"Plots: {options.html}")
-    if options.save_result or options.append_result or options.save_detailed:
-        print(f"Result: {_save(options, result | (per_request(records) if options.save_detailed else {}))}")
     return 128 + result["stopped_by"] if "stopped_by" in result else 0 if result["completed"] else 1
 
 
@@ -260,12 +260,15 @@ def _command_line(headers: Sequence[str]) -> str:
 
 
 def _read_result(path: Path) -> dict[str, Any]:
+    from app.workload.rendering import page
+
     try:
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-        if result["failure_messages"] is not None:
-            return result
-    except (OSError, ValueError, LookupError, TypeError):
+        page(result, (), result)  # before the run, which would be lost
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         pass
+    else:
+        return result
     raise SettingsError(f"--compare: got {path}; allowed: a file that --save-result has written")
 
 

@@ -225,7 +225,7 @@ def progress(num_requests: int, *, shown: bool = True) -> Iterator[Callable[[Req
 
 def print_result(result: dict[str, Any], beside: dict[str, Any] | None = None) -> None:
     """Print the tables of a run and its warnings, with those of an earlier run."""
-    console = Console()
+    console = Console(markup=False)  # an error of a server may have brackets
     console.width = max(console.width, 100)  # files and pipes too: the tables need 100 columns
     facts = Table(show_header=False, box=None, padding=(0, 2))
     for row in facts_beside(result, beside):

@@ -93,6 +93,28 @@ def test_gaps_are_those_of_each_choice(tmp_path: Path) -> None:
     assert result["mean_tpot_ms"] > 30
 
 
+def test_a_run_is_saved_whatever_its_errors_say_and_compared_with_what_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refused(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        body = json.dumps({"error": {"message": "no such tag [/INST] in [bold", "code": "[/red]"}})
+        yield f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+    with scripted(refused) as quiet:
+        flags = ["--base-url", quiet.url, "--model", "m", "--num-prompts", "2", "--result-dir", str(tmp_path)]
+        assert main(["bench", "serve", *flags, "--save-result", "--result-filename", "one.json"]) == 1
+        assert "no such tag [/INST] in [bold" in " ".join(capsys.readouterr().out.split())
+        good = json.loads((tmp_path / "one.json").read_text())
+        wrong = ({"mean_ttft_ms": "x"}, {"failures": [1]}, {"completed": None}, {"ttfts": "abc"}, {"retry_after": 5})
+        for number, each in enumerate(
+            ["[" * 10**5, '{"failure_messages": {}}', *(json.dumps(good | w) for w in wrong)]
+        ):
+            (tmp_path / f"{number}.json").write_text(each)
+            assert main(["bench", "serve", *flags, "--compare", str(tmp_path / f"{number}.json")]) == 1
+            assert "allowed: a file that --save-result has written" in capsys.readouterr().err, each[:80]
+    assert len(quiet.bodies) == 2, "nothing runs that could not be compared"
+
+
 @pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_run_that_is_stopped_prints_what_it_has(number: signal.Signals, tmp_path: Path) -> None:
     async def third_hangs(_body: dict[str, Any]) -> AsyncIterator[bytes]:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import select
+import signal
 import sys
 import termios
 import time
@@ -77,6 +78,7 @@ def run(settings: Settings, *, url: str | None, api_key: str | None, interval: f
         console.print(page(watcher.url, watcher.look(), before, most_requests=64))
         return 0
     screen = Screen(watcher)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # gives the terminal back
     with Live(console=console, screen=True, auto_refresh=False) as live, _pressed_keys() as pressed:
         while True:
             until = time.monotonic() + interval
@@ -258,6 +260,14 @@ def page(
     url: str, look: Look, before: Look, *, most_requests: int, width: int = 120, screen: Screen | None = None
 ) -> RenderableType:
     """Render the state; rates are since `before`, sparklines of the last 15 minutes."""
+    try:
+        return _page(url, look, before, most_requests, width, screen)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        trouble = f"{url} is of another version: {error!r}"
+        return _page(url, replace(look, frames=(), past=NO_PAST, trouble=trouble), before, most_requests, width, screen)
+
+
+def _page(url: str, look: Look, before: Look, most_requests: int, width: int, screen: Screen | None) -> RenderableType:
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="bold", min_width=9, no_wrap=True)
     lines.add_column(no_wrap=True)
@@ -272,7 +282,7 @@ def page(
         lines.add_row(f"batch{number}", _batch(frame["steps"], frame["limits"]))
     keys = f"↑↓ select  s sort{f' ({screen.sort})' if screen and screen.sort else ''}  a abort  q quits"
     title = Text.assemble(("headrace top", "bold"), f"  {url}  {time.strftime('%H:%M:%S')}  ", (keys, "dim"))
-    words = [Text(text, style="red") for text in (look.trouble, screen.words if screen else "") if text]
+    words = [Text(printable(text), style="red") for text in (look.trouble, screen.words if screen else "") if text]
     sort, selected = (screen.sort, screen.selected) if screen else ("", "")
     requests = _requests(look.frames, most_requests, sort, selected)
     return Group(title, *_served(look.past), *words, lines, *_tenants(look.frames), *requests)
@@ -321,7 +331,7 @@ def _figures(look: Look, before: Look) -> Iterator[tuple[str, str, Text]]:
         f"; {rate('request_success_total')} ended/s",
     )  # fmt: skip
     refused = f"{rate(rejected)}/s; since its start {', '.join(reasons) or 'none'}"
-    yield "refused", "", Text(refused, style="red" if new.get(rejected) else "")
+    yield "refused", "", Text(printable(refused), style="red" if new.get(rejected) else "")
     computed = rate("prompt_tokens_by_source_total local_compute")
     tokens = f"{rate('generation_tokens_total')} generated/s, {computed} of prompts computed/s"
     yield "tokens", "generated", Text(tokens)

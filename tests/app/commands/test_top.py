@@ -166,7 +166,8 @@ vllm:num_requests_running{engine="1",model_name="a"} 3.0
 
 def test_what_others_wrote_is_shown_as_text_and_nothing_of_it_obeyed():
     frame = make_frame(snapshot(running=(request("[red]x[/red]\x1b[2J", tenant="[/]"),)))
-    shown = text_of(look_of(frame, trouble="it [bold]hurts"), look_of())
+    reason: dict[str, Any] = {"admission_rejections_total \x1b[2J": 1.0}
+    shown = text_of(look_of(frame, trouble="it [bold]hurts \x1b[2J", **reason), look_of())
     assert "[red]x[/red]" in shown
     assert "it [bold]hurts" in shown
     assert "\x1b[2J" not in shown
@@ -206,6 +207,21 @@ def test_a_server_of_another_version_is_named_and_its_figures_are_shown():
         look = Watcher(url, None, None).look()
     assert "another version" in look.trouble
     assert "2 running" in text_of(look, look)
+
+
+@pytest.mark.parametrize(
+    "past",
+    [
+        Past(seconds=1e300, models=[{"name": "m"}]),
+        Past(models=[{}]),
+        Past(models=[{"name": "m", "context": 5}]),
+        Past(series={"m": {"running": ["x", "y"]}}),
+    ],
+)
+def test_facts_of_another_form_leave_the_figures(past: Past):
+    shown = text_of(look_of(past=past, num_requests_running=2.0), look_of())
+    assert "another version" in shown
+    assert "2 running" in shown
 
 
 def test_a_server_without_frames_is_another_server_and_no_trouble():

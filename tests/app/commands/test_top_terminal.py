@@ -97,6 +97,17 @@ def test_a_server_is_watched_while_it_works_goes_and_comes_back(watched: Server)
     assert "Traceback" not in terminal.shown
 
 
+@pytest.mark.slow
+def test_sigterm_gives_the_terminal_back(watched: Server) -> None:
+    with Terminal("top", "--url", watched.base_url, "--interval", "0.2", environment=KEYS) as terminal:
+        terminal.wait_for("0 running")
+        terminal.process.terminate()
+        with pytest.raises(AssertionError, match="it ended"):
+            terminal.wait_for("this never comes")
+        assert terminal.wait_exit() == 143
+    assert terminal.shown.rindex("\x1b[?1049l") > terminal.shown.rindex("\x1b[?1049h")
+
+
 def test_whom_nobody_answers_is_told() -> None:
     done = once("http://127.0.0.1:9")
     assert (done.returncode, done.stdout) == (1, "")

@@ -118,8 +118,7 @@ def table_facts(table: StepCostTable) -> str:
         curve = getattr(table, name)
         if known := [size for size, count in zip(curve.sizes, curve.counts, strict=True) if count]:
             sizes.append(f"{what} {known[0]:,} to {known[-1]:,} tokens ({sum(curve.counts):,} steps)")
-        for each in filter(None, curve.spread):
-            bins += each
+        bins += sum(np.array(each.bins) for each in curve.spread if each.bins)
     text += f": {', '.join(sizes)}. "
     if not (total := bins.sum()):
         return text + "It has no spread: every step takes exactly its cost."

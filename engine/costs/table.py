@@ -26,7 +26,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection
-from itertools import accumulate
+from copy import deepcopy
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
 import msgspec
@@ -44,7 +45,7 @@ SPREAD_BOUNDS = (
     *(0.0, 0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25, 1.6, 2.0, 3.0),
 )
 _NUM_BINS = len(SPREAD_BOUNDS) - 1
-_MOST_SPREAD = 2000  # steps of a size; at so many all bins are halved, so that old steps are forgotten
+_MOST_SPREAD = 1000  # steps of a size; at so many they are halved, so that old steps are forgotten
 
 
 class StepLoad(NamedTuple):
@@ -62,30 +63,55 @@ def chunk_keys(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
+class Spread(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The latest real steps of a size, counted by how many times their cost they took; empty without such steps. `load`
+    and `cost` are the means of these steps, the cost as it was then, because the costs of the table move."""
+
+    bins: list[int] = []
+    load: list[float] = []  # the fields of a `StepLoad`
+    cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.bins), len(self.load))
+        if lengths != (0, 0) and (
+            lengths != (_NUM_BINS, len(StepLoad._fields)) or not 0 < sum(self.bins) <= MAX_TOKENS
+        ):
+            raise ValueError(f"a spread has {_NUM_BINS} numbers of steps and the mean load of these steps")
+        if min(0, self.cost, *self.bins, *self.load) < 0 or max(0, self.cost, *self.load) > 1e18:
+            raise ValueError("the numbers of a spread are at least 0")
+
+    def add(self, load: StepLoad, cost: float, log_ratio: float) -> None:
+        """Count a step that took e^`log_ratio` times its cost."""
+        bins, means = self.bins or [0] * _NUM_BINS, self.load or [0.0] * len(load)
+        bins[min(max(bisect_right(SPREAD_BOUNDS, log_ratio) - 1, 0), _NUM_BINS - 1)] += 1
+        total = sum(bins)
+        self.cost += (cost - self.cost) / total
+        self.load = [mean + (own - mean) / total for mean, own in zip(means, load, strict=True)]
+        if total >= _MOST_SPREAD:  # half of each sum from the top: the tail keeps its share, but not a single step
+            halves = [count // 2 for count in accumulate(reversed(bins), initial=0)]
+            bins = [more - less for less, more in pairwise(halves)][::-1]
+        self.bins = bins
+
+
 class Curve(msgspec.Struct, forbid_unknown_fields=True):
     """Seconds over numbers of tokens: ascending `sizes`, the `seconds` of each, which never fall, and how often each
-    was measured. A curve without measures has only a shape, which the first measure scales. `spread` has the bins
-    of each size, none where there were no real steps, as in all tables of earlier versions."""
+    was measured. A curve without measures has only a shape, which the first measure scales. `spread` is that of
+    each size; it is empty in tables of earlier versions."""
 
     sizes: list[int]
     seconds: list[float]
     counts: list[int] = []
-    spread: list[list[int]] = []
+    spread: list[Spread] = []
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [SETTLED] * len(self.sizes)
-        self.spread = self.spread or [[] for _ in self.sizes]
+        self.spread = self.spread or [Spread() for _ in self.sizes]
         if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) == len(self.spread) <= MAX_SIZES:
-            raise ValueError(
-                f"a curve has 1 to {MAX_SIZES} sizes, and for each seconds, a count and bins of the spread"
-            )
+            raise ValueError(f"a curve has 1 to {MAX_SIZES} sizes, and for each seconds, a count and a spread")
         if any(a >= b for a, b in zip([0, *self.sizes], [*self.sizes, MAX_TOKENS + 1], strict=True)):
             raise ValueError(f"the sizes of a curve ascend, from 1 at least to {MAX_TOKENS} at most")
         if not all(map(_is_cost, self.seconds)) or self.seconds != sorted(self.seconds) or min(self.counts) < 0:
             raise ValueError(f"the seconds of a curve are at least 0, at most {MAX_SECONDS:g}, and never fall")
-        for bins in filter(None, self.spread):
-            if len(bins) != _NUM_BINS or min(bins) < 0 or not 0 < sum(bins) <= MAX_TOKENS:
-                raise ValueError(f"the spread of a size has {_NUM_BINS} numbers of steps, none below 0, or none at all")
 
     @classmethod
     def unknown(cls, largest: int) -> Curve:
@@ -142,18 +168,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
     def settled(self) -> Curve:
         """Return a copy that counts only the sizes that were measured often enough to be believed."""
         counts = [count if count >= SETTLED else 0 for count in self.counts]
-        return Curve(self.sizes[:], self.seconds[:], counts, [bins[:] for bins in self.spread])
-
-    def note(self, size: int, log_ratio: float) -> None:
-        """Count a step in the spread that took e^`log_ratio` times its cost. A size that was measured too few times has
-        no cost yet that a step could be compared with."""
-        index = self.nearest(size)
-        if self.counts[index] < SETTLED:
-            return
-        bins = self.spread[index] = self.spread[index] or [0] * _NUM_BINS
-        bins[min(max(bisect_right(SPREAD_BOUNDS, log_ratio) - 1, 0), _NUM_BINS - 1)] += 1
-        if sum(bins) >= _MOST_SPREAD:
-            bins[:] = [(each + 1) // 2 for each in bins]
+        return Curve(self.sizes[:], self.seconds[:], counts, deepcopy(self.spread))
 
     def share_out(self, size: int, decode_seconds: float) -> None:
         """Limit the other sizes by `size`, measured just now: larger ones to at most its cost in proportion.
@@ -277,11 +292,12 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return (self.mixed if load.num_decodes else self.prefill), load.num_prefill_tokens
 
     def note(self, load: StepLoad, seconds: float) -> None:
-        """Count in the spread that a step took `seconds`."""
-        cost = self.cost(load)
-        if cost > 0.0 < seconds:
-            curve, size = self.curve_of(load)
-            curve.note(size, math.log(seconds) - math.log(cost))
+        """Count in the spread that a step took `seconds`. A size that was measured too few times has no cost yet with
+        which a step could be compared."""
+        curve, size = self.curve_of(load)
+        index, cost = curve.nearest(size), self.cost(load)
+        if cost > 0.0 < seconds and curve.counts[index] >= SETTLED:
+            curve.spread[index].add(load, cost, math.log(seconds) - math.log(cost))
 
     def times_of(self, other: StepCostTable) -> float:
         """Return this table's seconds divided by another's, at the size where they differ most among the sizes that

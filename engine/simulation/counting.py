@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.config import Clock
-from engine.costs.table import SETTLED, SPREAD_BOUNDS, Curve, StepCostTable, StepLoad, chunk_keys
+from engine.costs.table import SETTLED, SPREAD_BOUNDS, Curve, Spread, StepCostTable, StepLoad, chunk_keys
 from engine.executor import StepHandle
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 
@@ -118,7 +119,7 @@ class CountingExecutor:
 
 # A size with fewer steps has the spread of all sizes of its curve; a curve with fewer steps has none.
 ENOUGH, FEW = 100, 20
-_QUANTILES = (np.arange(4096) + 0.5) / 4096
+_NUM_QUANTILES = 4096
 
 
 class DrawnCosts:
@@ -132,7 +133,7 @@ class DrawnCosts:
         self._table = table
         self._draw = random.Random(f"{seed} steps").random
         curves = {"decode": table.decode, "prefill": table.prefill, "mixed": table.mixed}
-        self._known = {id(curve): (name, _ratios(curve)) for name, curve in curves.items()}
+        self._known = {id(curve): (name, _ratios(table, curve)) for name, curve in curves.items()}
         self.has_spread = any(any(ratios) for _, ratios in self._known.values())
         self.seconds = 0.0
         self.unmeasured: dict[str, tuple[float, int]] = {}  # seconds, and the largest such size, by curve
@@ -151,16 +152,22 @@ class DrawnCosts:
         return seconds
 
 
-def _ratios(curve: Curve) -> list[list[float]]:
-    """Return for each size the quantiles of seconds over the cost, none if steps of the curve have no spread."""
-    together = [sum(each) for each in zip(*filter(None, curve.spread), strict=True)]
-    of_bins = {}
-    for bins in (together, *curve.spread):
-        if (total := sum(bins)) >= (FEW if bins is together else ENOUGH):
-            shares = np.cumsum([0, *bins]) / total
-            of_bins[id(bins)] = np.exp(np.interp(_QUANTILES, shares, SPREAD_BOUNDS)).tolist()
-    of_all = of_bins.get(id(together), [])
-    return [of_bins.get(id(bins), of_all) for bins in curve.spread]
+def _ratios(table: StepCostTable, curve: Curve) -> list[list[float]]:
+    """Return for each size equally likely ratios of seconds to the present cost, none if the curve has no spread."""
+
+    def of(spread: Spread, count: int) -> list[float]:
+        shares = np.cumsum([0, *spread.bins]) / sum(spread.bins)
+        logarithms = np.interp((np.arange(count) + 0.5) / count, shares, SPREAD_BOUNDS)
+        then_by_now = spread.cost / max(table.cost(StepLoad._make(spread.load)), 1e-9)
+        return [math.exp(each) * min(max(then_by_now, 1e-3), 1e3) for each in logarithms]
+
+    counts = [sum(each.bins) for each in curve.spread]
+    of_all = []
+    for spread, count in zip(curve.spread, counts, strict=True):
+        if count and sum(counts) >= FEW:
+            of_all += of(spread, -(-_NUM_QUANTILES * count // sum(counts)))
+    sizes = zip(curve.spread, counts, strict=True)
+    return [of(spread, _NUM_QUANTILES) if count >= ENOUGH else of_all for spread, count in sizes]
 
 
 class VirtualClock:

@@ -17,7 +17,7 @@ from app.simulate.loads import WorkloadLoad
 from app.simulate.machine import Machine
 from app.workload.datasets import Piece, WorkloadRequest, read_trace
 from engine.core.core import EngineCore
-from engine.costs.table import StepCostTable, StepLoad
+from engine.costs.table import Spread, StepCostTable, StepLoad
 from engine.messages import EngineCoreRequest, EventKind, ModelFacts
 from engine.simulation.counting import CountingExecutor, VirtualClock
 from engine.simulation.engines import Engines
@@ -97,7 +97,7 @@ def test_the_gaps_of_an_engine_with_noisy_steps_are_foretold() -> None:
     machine, settings = Machine(table=table), Settings(max_num_seqs=8)
     lengths = random.Random(4)
     loads = [
-        [asked(0.0, lengths.randint(32, 160), lengths.randint(20, 60), f"{run} {number}") for number in range(100)]
+        [asked(0.0, lengths.randint(32, 160), lengths.randint(20, 60), f"{run} {number}") for number in range(250)]
         for run in range(2)
     ]
     for requests in loads:
@@ -111,7 +111,7 @@ def test_the_gaps_of_an_engine_with_noisy_steps_are_foretold() -> None:
         assert foretold[figure] == pytest.approx(measured[figure], rel=0.25), figure
     bare = StepCostTable.from_json(before.to_json())
     for curve in (bare.decode, bare.prefill, bare.mixed):
-        curve.spread = [[] for _ in curve.sizes]
+        curve.spread = [Spread() for _ in curve.sizes]
     without = simulate(loads[1], Machine(table=bare), settings, max_concurrency=8).result()
     assert without["p99_itl_ms"] < foretold["p99_itl_ms"], "without a spread there is no tail"
 

@@ -10,20 +10,20 @@ namespace headrace {
 
 namespace {
 
-constexpr int kRows = 24;        // queries with their scores in cache
-constexpr int kQueries = 384;    // of a piece of work, which packs all keys and values for itself
-constexpr int kBytes = Blocks<kI16>::kBytes;
+constexpr int kQueryRows = 24;  // queries with their scores in cache
+constexpr int kQueries = 384;   // of a piece of work, which packs all keys and values for itself
+constexpr int kBlockBytes = Blocks<kI16>::kBytes;
 
 int pieces(int count, int size) { return (count + size - 1) / size; }
 
-float* scales_of(uint8_t* block) { return (float*)(block + kBytes - 64); }
+float* scales_of(uint8_t* block) { return (float*)(block + kBlockBytes - 64); }
 
 // Keys: tile t has tokens [16 t, 16 t + 16) as outputs. Lanes without a token get the scale 0.
 void pack_keys(const float* keys, int64_t stride, int tokens, int dim, uint8_t* to) {
     const int blocks = dim / kBlock;
     for (int token = 0; token < pieces(tokens, kLanes) * kLanes; token++)
         for (int b = 0; b < blocks; b++) {
-            uint8_t* block = to + ((int64_t)(token / kLanes) * blocks + b) * kBytes;
+            uint8_t* block = to + ((int64_t)(token / kLanes) * blocks + b) * kBlockBytes;
             const int lane = token % kLanes;
             scales_of(block)[lane] = 0;
             if (token >= tokens) continue;
@@ -37,7 +37,7 @@ void pack_keys(const float* keys, int64_t stride, int tokens, int dim, uint8_t* 
 // Values: tile t has dimensions [16 t, 16 t + 16) as outputs, and tokens as inputs; those after the last are zeros.
 void pack_values(const float* values, int64_t stride, int tokens, int dim, uint8_t* to) {
     for (int d = 0; d < dim; d += kLanes)
-        for (int first = 0; first < tokens; first += kBlock, to += kBytes) {
+        for (int first = 0; first < tokens; first += kBlock, to += kBlockBytes) {
             const int count = std::min(kBlock, tokens - first);
             const float* from = values + first * stride + d;
             f32x16 most = {}, zero = {};
@@ -95,8 +95,8 @@ void attend_whole(Pool& pool, const Heads& heads, const Step& step, const float*
         thread_local Buffer<uint8_t> memory;
         thread_local Buffer<float> floats;
         thread_local Activations queries, weights;
-        uint8_t* keys = memory.reserve((size_t)kBytes * (tiles * blocks + dim / kLanes * pieces(tokens, kBlock)));
-        uint8_t* values = keys + (int64_t)kBytes * tiles * blocks;
+        uint8_t* keys = memory.reserve((size_t)kBlockBytes * (tiles * blocks + dim / kLanes * pieces(tokens, kBlock)));
+        uint8_t* values = keys + (int64_t)kBlockBytes * tiles * blocks;
         const int64_t size = 32 * kLanes;  // of the sums of a tile
         float* scores = floats.reserve((size_t)(size * (tiles + 1)));
         const int64_t first = step.query_start_loc[request];
@@ -104,18 +104,18 @@ void attend_whole(Pool& pool, const Heads& heads, const Step& step, const float*
         pack_keys(from, stride, tokens, dim, keys);
         pack_values(from + heads.kv * dim, stride, tokens, dim, values);
         for (int q = head * group; q < (head + 1) * group; q++)
-            for (int row = begin; row < std::min(tokens, begin + kQueries); row += kRows) {
-                const int rows = std::min(kRows, tokens - row);
+            for (int row = begin; row < std::min(tokens, begin + kQueries); row += kQueryRows) {
+                const int rows = std::min(kQueryRows, tokens - row);
                 queries.begin(dim, rows, Precision::kExact, nullptr, true);
                 weights.begin(tokens, rows, Precision::kExact, nullptr, true);
                 for (int r = 0; r < rows; r++) queries.set_row(r, qkv + (first + row + r) * stride + q * dim, dim);
                 for (int t = 0; t < tiles; t++)
-                    sums_of_integers({kI16, keys + (int64_t)t * blocks * kBytes}, queries, 0, rows, scores + t * size);
-                float totals[kRows];
+                    sums_of_integers({kI16, keys + (int64_t)t * blocks * kBlockBytes}, queries, 0, rows, scores + t * size);
+                float totals[kQueryRows];
                 soften(scores, size, rows, tokens, heads.scale * kLog2E, weights, totals);
                 for (int d = 0; d < dim; d += kLanes) {
                     float* sums = scores + tiles * size;
-                    sums_of_integers({kI16, values + (int64_t)(d / kLanes) * weights.blocks * kBytes}, weights, 0, rows, sums);
+                    sums_of_integers({kI16, values + (int64_t)(d / kLanes) * weights.blocks * kBlockBytes}, weights, 0, rows, sums);
                     for (int r = 0; r < rows; r++)
                         store(out + (first + row + r) * out_stride + q * dim + d,
                               load<f32x16>(sums + r * kLanes) * splat(1.0f / totals[r]));

@@ -160,7 +160,8 @@ def test_calls_and_requests_are_read_too(conversation, tmp_path):
     assert typed(conversation, f"/load {path}").startswith("3 messages were read.")
     assert conversation.body()["messages"] == [{"role": "system", "content": "As a pirate."}, *said]
     assert b"## tool" not in conversation.as_file(is_markdown=True)
-    path.write_text(json.dumps({"messages": [*said[:1], said[1] | {"content": None}, said[2]]}))
+    silent = {"role": "assistant", "content": None, "tool_calls": [call]}
+    path.write_text(json.dumps({"messages": [said[0], silent, said[2]]}))
     assert typed(conversation, f"/load {path}").startswith("3 messages were read.")
     assert conversation.body()["messages"] == said, "calls without text are an empty text"
 

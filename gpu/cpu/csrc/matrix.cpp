@@ -13,6 +13,7 @@ namespace {
 // Rows of activations that stay in cache while all weights are read.
 constexpr int kRowsInCache = kHasTiles ? 128 : 504 / kVectorRows * kVectorRows;
 constexpr int kRowsOfPanel = 512;   // the same where weights are widened once for all rows
+constexpr int kRowsOfIntegers = 128;  // their sums stay in the first cache
 constexpr int kPrefetched = 12;     // blocks ahead
 constexpr bool kPairs = kDotsBF16 && !kHasTiles;  // inputs are multiplied two at a time
 constexpr int kValues = (kPairs ? kBlock / 2 : kBlock) + 1;  // values per row in a block, its sum included
@@ -285,12 +286,7 @@ void Activations::set_row(int row, const float* x, int cols) {
     set_block(row, b, load<f32x16>(rest), load<f32x16>(rest + 16));
 }
 
-void Activations::set_block(int row, int b, f32x16 low, f32x16 high) {
-    if (kHasIntegers && integers) {
-        const int64_t at = (int64_t)row * blocks + b;
-        sums[at] = to_integers(low, high, (uint16_t*)data + at * kBlock);
-        return;
-    }
+void Activations::set_floats(int row, int b, f32x16 low, f32x16 high) {
     low = rounded(low), high = rounded(high);
     const float total = sum(low + high);
     if (tiled) {
@@ -352,7 +348,7 @@ void multiply_chunk(const Matrix& w, const Activations& x, Precision precision, 
     thread_local RoundedTiles rounded;
     const bool panel = by_panel(precision);
     const int group = tiles_of_group(precision, then), groups = (w.tiles() + group - 1) / group;
-    const int at_once = panel ? 32 : kRowsInCache;
+    const int at_once = panel ? 32 : x.integers ? kRowsOfIntegers : kRowsInCache;
     Tiles registers(shapes_for(panel ? 16 : x.count));
     const int64_t size = (int64_t)round_up(std::min(at_once, end - begin), 32) * kLanes;
     float* sums = scratch(std::min(at_once, end - begin), group);

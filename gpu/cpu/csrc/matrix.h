@@ -115,6 +115,32 @@ class Buffer {
     size_t size_ = 0;
 };
 
+// Round to integers, as the low 16 bits of each lane of a sum with 1.5 * 2^23.
+inline u32x16 nearest(f32x16 x, f32x16 factor) { return as_u32(fma(x, factor, splat(12582912.0f))) & splat(0xffffu); }
+
+// The largest absolute value; NaN if there is one.
+inline float largest_size(f32x16 low, f32x16 high) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    low = absolute(low), high = absolute(high);  // bits are in the order of values, and NaN is last
+    __m256i eight = _mm256_max_epi32(_mm256_max_epi32((__m256i)low.low, (__m256i)low.high),
+                                     _mm256_max_epi32((__m256i)high.low, (__m256i)high.high));
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1))));
+#else
+    return largest(max(absolute(low), absolute(high)));
+#endif
+}
+
+// Round a block to integers, 32 of 16 bits at `to`, and return their scale: NaN if a number is not finite.
+inline float to_integers(f32x16 low, f32x16 high, uint16_t* to) {
+    const float most = largest_size(low, high);
+    const f32x16 factor = splat((float)kMaxI16) / max(splat(1e-30f), splat(most));
+    store(to, narrow(nearest(low, factor)));
+    store(to + 16, narrow(nearest(high, factor)));
+    return most * (1.0f / kMaxI16);
+}
+
 // Rows of a step in the layout of a product's input. Rows form groups; in a group of n rows each block has n values of
 // its first input, n of its second, and so on (or of its first pair of inputs), then n sums of its inputs. For tiles a
 // group is 16 rows of 32 contiguous bfloat16 each, and the sums are stored apart. Integers are stored row by row, and
@@ -132,9 +158,15 @@ struct Activations {
     static int64_t bytes(int cols, int rows);
     // `x` has `cols` floats; the last block is padded with zeros. Rows that only fill up a group may hold anything.
     void set_row(int row, const float* x, int cols);
-    void set_block(int row, int block, f32x16 low, f32x16 high);
+    void set_block(int row, int block, f32x16 low, f32x16 high) {
+        const int64_t at = (int64_t)row * blocks + block;
+        if (kHasIntegers && integers) sums[at] = to_integers(low, high, (uint16_t*)data + at * kBlock);
+        else set_floats(row, block, low, high);
+    }
 
   private:
+    void set_floats(int row, int block, f32x16 low, f32x16 high);
+
     Buffer<uint8_t> own_;
 };
 
@@ -179,18 +211,6 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest*
 
 // Dequantize one row of weights: the embedding of a token where the head is tied to the embeddings.
 void matrix_row(const Matrix& w, int row, float* out);
-
-// Round to integers, as the low 16 bits of each lane of a sum with 1.5 * 2^23.
-inline u32x16 nearest(f32x16 x, f32x16 factor) { return as_u32(fma(x, factor, splat(12582912.0f))) & splat(0xffffu); }
-
-// Round a block to integers, 32 of 16 bits at `to`, and return their scale: NaN if a number is not finite.
-inline float to_integers(f32x16 low, f32x16 high, uint16_t* to) {
-    const float most = largest(max(absolute(low), absolute(high)));
-    const f32x16 factor = splat(kMaxI16 / (most < 1e-30f ? 1e-30f : most));
-    store(to, narrow(nearest(low, factor)));
-    store(to + 16, narrow(nearest(high, factor)));
-    return most * (1.0f / kMaxI16) + sum((low + high) * splat(0.0f));
-}
 
 // The functions below run on one thread, which with AMX must have its `Tiles`.
 

@@ -12,11 +12,10 @@ namespace {
 constexpr int kRows = 4;  // with their sums in registers
 constexpr int kBytes = Blocks<kI16>::kBytes;
 
-// sums[j] += pairs[2j] * x[0] + pairs[2j + 1] * x[1]
-inline u32x16 dot(u32x16 sums, u32x16 pairs, const uint16_t* x) {
+// pairs[2j] * x[0] + pairs[2j + 1] * x[1] for each j
+inline u32x16 dot(u32x16 pairs, const uint16_t* x) {
     const __m256i both = _mm256_set1_epi32(load<int32_t>(x));
-    return {sums.low + (u32x8)_mm256_madd_epi16((__m256i)pairs.low, both),
-            sums.high + (u32x8)_mm256_madd_epi16((__m256i)pairs.high, both)};
+    return {(u32x8)_mm256_madd_epi16((__m256i)pairs.low, both), (u32x8)_mm256_madd_epi16((__m256i)pairs.high, both)};
 }
 
 }  // namespace
@@ -31,17 +30,19 @@ void sums_of_integers(const Tile& tile, const Activations& x, int begin, int cou
         f32x16 acc[kRows] = {};
         const uint8_t* block = tile.data;
         for (int b = 0; b < x.blocks; b++, block += kBytes, at += kBlock) {
-            u32x16 products[kRows] = {};
-#pragma GCC unroll 2
-            for (int p = 0; p < kBlock / 2; p++) {
-                const u32x16 pairs = load<u32x16>(block + 64 * p);
+            u32x16 pairs = load<u32x16>(block), products[kRows];
 #pragma GCC unroll 8
-                for (int r = 0; r < kRows; r++) products[r] = dot(products[r], pairs, at + r * stride + 2 * p);
+            for (int r = 0; r < kRows; r++) products[r] = dot(pairs, at + r * stride);
+#pragma GCC unroll 3
+            for (int p = 1; p < kBlock / 2; p++) {
+                pairs = load<u32x16>(block + 64 * p);
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; r++) products[r] = products[r] + dot(pairs, at + r * stride + 2 * p);
             }
             const f32x16 d = load<f32x16>(block + kBytes - 64);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; r++)
-                acc[r] = fma(to_f32(as_i32(products[r])) * splat(scales[(int64_t)r * x.blocks + b]), d, acc[r]);
+                acc[r] = fma(to_f32(as_i32(products[r])), d * splat(scales[(int64_t)r * x.blocks + b]), acc[r]);
         }
         for (int r = 0; r < kRows; r++) store(sums + (row + r) * kLanes, acc[r]);
     }

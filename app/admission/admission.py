@@ -339,7 +339,8 @@ class Admission:
         own_limit = math.inf if tenant.max_queued_requests is None else tenant.max_queued_requests
         possible = min(own_limit, self.places.most_for(name))
         if choices > possible:  # it would be refused for ever
-            raise ApiError(400, f"The request asks for {choices} choices; at most {possible} can wait.", param="n")
+            message = f"The request asks for {choices} choices; at most {possible} can wait. Send fewer in one request."
+            raise ApiError(400, message, param="n")
         own = self.places.taken_by(name)
         if own + choices > own_limit:
             raise self._refusal(tenant, Limit.TENANT, f"Your queue is full: {own} of {own_limit} places are taken.")

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, get_origin
+from typing import Any, NamedTuple, NoReturn, get_origin
 
 from app.config import sources
 from app.config.setting_types import has_password, is_secret
@@ -239,6 +239,11 @@ class _CommandParser(ArgumentParser):
             meant = f"Did you mean `{self.prog} {near[0]}`?" if near else f"`{self.prog} --help` lists the commands."
             raise SettingsError(f"there is no command {value!r}. {meant}")
         super()._check_value(action, value)
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            message = f"{found[1]}: got {found[3]}; allowed: a {'whole ' if found[2] == 'int' else ''}number"
+        super().error(message)
 
     @property
     def flags(self) -> list[str]:

@@ -266,4 +266,6 @@ def _unless_refused(found: CompiledGrammar | InvalidRequest) -> CompiledGrammar:
 def _first_words(error: str) -> str:
     """Return the first line of the compiler's message as a sentence."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
+    if text.startswith("Invalid type: "):
+        text += "; a type is string, number, integer, boolean, null, array or object"
     return f"{text.removesuffix('.')}." if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

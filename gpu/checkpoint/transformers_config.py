@@ -45,7 +45,7 @@ def config_from_transformers(
     if find_spec("transformers") is None:
         raise ModelError(f"{source}: model_impl=transformers cannot work. {hf_config.WITH_TRANSFORMERS}")
     if tensors is None:
-        raise ModelError(f"{source}: load_format=dummy is not supported for models that transformers computes.")
+        raise ModelError(f"{source}: leave out load_format=dummy, which is not for models that transformers computes.")
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -191,6 +191,23 @@ def test_the_page_of_commands_and_settings_is_as_the_program_has_them() -> None:
     assert runpy.run_path(str(docs / "cli_tables.py"))["written"](page) == page, "run python docs/cli_tables.py"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("simulate", "--request-rate", "x"), "error: --request-rate: got 'x'; allowed: a number\n"),
+        (("bench", "serve", "--num-prompts", "many"), "error: --num-prompts: got 'many'; allowed: a whole number\n"),
+    ],
+    ids=lambda value: value[-2] if isinstance(value, tuple) else "",
+)
+def test_a_flag_that_wants_a_number_says_so(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.endswith(words)
+
+
 def test_the_help_begins_with_twelve_settings_and_groups_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])

@@ -199,7 +199,7 @@ def test_a_schema_that_is_left_open_on_purpose_stays_open_without_its_patterns()
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"properties": {"a": {"type": "strin"}}}, "Invalid type: strin"),
+        ({"properties": {"a": {"type": "strin"}}}, "Invalid type: strin; a type is string, number"),
         ({"properties": [], "uniqueItems": True}, "properties must be an object"),
         ({"type": "object", "required": True}, "Expected array for 'required'"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3)"),

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -37,7 +38,7 @@ from app.serving.loading import (
 from engine import messages
 from engine.detokenizer import Vocabulary
 from engine.errors import EngineNotReady, HeadraceError, InvalidRequest
-from engine.frontend.llm import Generation, Prompt, Prompts, read_prompts
+from engine.frontend.llm import Generation, Prompt, Prompts, read_prompt, read_prompts
 from engine.frontend.shared_engine import OnStep
 from engine.messages import SPECIAL_MARK, EngineCoreRequest, Pooling
 
@@ -119,7 +120,7 @@ class LLM(engine.frontend.llm.LLM):
     As a context manager it ends the engine at the end of the block.
     """
 
-    def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, *, progress: bool = True, **settings: Any) -> None:
         """Fetch the model if it is missing, and load it. `settings` are the server's, by name; the others come from the
         environment and the settings file, as for the server.
 
@@ -227,7 +228,8 @@ class LLM(engine.frontend.llm.LLM):
         given: Any = [text if ids is None else ids for text, ids in read_prompts(prompts)]
         config, embedder = self._files.config, self._files.embedder
         fields: Any = {"prompt_name": prompt_name, "dimensions": dimensions, "pooling": pooling}
-        asked = EmbeddingRequest.model_construct(input=given, **fields)
+        asked = _validated(EmbeddingRequest, fields | {"input": "?"})
+        asked.input = given  # as many as one likes
         inputs = asked.inputs(config.vocab_size, embedder.prompts, embedder.default_prompt) if given else []
         asked.check_dimensions(config.embedding_size)
         if not embedder.pools_prompt and asked.prompt(embedder.prompts, embedder.default_prompt):
@@ -296,7 +298,7 @@ class AsyncLLM:
     it. Settings are those of `LLM`, and `engine` and `data_parallel_size`.
     """
 
-    def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, *, progress: bool = True, **settings: Any) -> None:
         self._settings = _settings(model, settings, more={"engine"})
         self._progress = progress
         self._stack = AsyncExitStack()
@@ -311,6 +313,8 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         from engine.frontend.async_llm import AsyncLLM as Engine
 
+        if self._opened is not None:
+            raise InvalidRequest("This AsyncLLM is open already: use it within its block, or make another one.")
         settings = self._settings
         async with AsyncExitStack() as stack:
             report = stack.enter_context(loading()) if self._progress else None
@@ -334,6 +338,7 @@ class AsyncLLM:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._opened = None
         await self._stack.aclose()  # without the error, which a task group would put into a group
 
     def get_tokenizer(self) -> Tokenizer:
@@ -358,6 +363,8 @@ class AsyncLLM:
     def _outputs(
         self, read: Callable[..., _Read], sampling: messages.SamplingParams | None, request_id: str
     ) -> Outputs:
+        if not isinstance(sampling, messages.SamplingParams | None):
+            raise InvalidRequest("sampling_params must be SamplingParams.", param="sampling_params")
         (submitted,) = _submitted([sampling or self._default_sampling])
         return Outputs(self._llm, partial(read, submitted), request_id)
 
@@ -457,7 +464,7 @@ class _Prompts:
             self.encoder.close()
 
     def of_prompt(self, prompt: Prompt, sampling: messages.SamplingParams) -> _Read:
-        ((text, token_ids),) = read_prompts([prompt])
+        text, token_ids = read_prompt(prompt)
         return _Read(self.files.tokenizer.encode(text or "").ids if token_ids is None else token_ids, sampling, text)
 
     def of_chat(self, messages: Sequence[Any], sampling: messages.SamplingParams, **options: Any) -> _Read:
@@ -483,10 +490,13 @@ class _Prompts:
         return _validated(ChatCompletionRequest, given | lists)
 
 
-def _settings(model: str | None, settings: dict[str, Any], more: set[str] | frozenset[str] = frozenset()) -> Settings:
+def _settings(
+    model: str | PathLike[str] | None, settings: dict[str, Any], more: set[str] | frozenset[str] = frozenset()
+) -> Settings:
     if useless := [name for name in settings if name in SERVER_SETTINGS - more]:
         raise SettingsError(f"{useless[0]}: only a server reads this setting, and an LLM has none; leave it out")
-    chosen = load_settings(settings if model is None else settings | {"model": model}, spelled=str)
+    named = {} if model is None else {"model": str(model) if isinstance(model, PathLike) else model}
+    chosen = load_settings(settings | named, spelled=str)
     # The processes of an engine write their log to the program's standard error.
     return chosen if "log_level" in chosen.model_fields_set else chosen.model_copy(update={"log_level": "warning"})
 

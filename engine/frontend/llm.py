@@ -6,6 +6,7 @@ Core, checks and text are the same as the server's. `engine.frontend.shared_engi
 from __future__ import annotations
 
 import numbers
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class Generation:
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 """A text, token ids, or a dict with the text as `prompt` or the ids as `prompt_token_ids`."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 Prompts = Prompt | Iterable[Prompt]
 
 
@@ -174,13 +176,14 @@ def _collect(request: EngineCoreRequest, stream: RequestStream, prompt: str | No
 def read_prompts(prompts: object) -> list[tuple[str | None, list[int] | None]]:
     """Return the text and the token ids of each prompt. Raises InvalidRequest."""
     if isinstance(prompts, str | bytes | Mapping) or _are_token_ids(prompts):
-        return [_read_prompt(prompts)]
+        return [read_prompt(prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidRequest(f"prompts must be a prompt or a list of prompts, got {_shown(prompts)}.", param="prompt")
-    return [_read_prompt(each) for each in prompts]
+    return [read_prompt(each) for each in prompts]
 
 
-def _read_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
+def read_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
+    """Return the text and the token ids of a prompt. Raises InvalidRequest."""
     if isinstance(prompt, Mapping):
         if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
             names = ", ".join(map(str, prompt)) or "nothing"
@@ -191,6 +194,10 @@ def _read_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
     if isinstance(text, str | None) and (_are_token_ids(token_ids) or token_ids == []):
         return text, [int(each) for each in token_ids]
     if isinstance(text, str) and token_ids is None:
+        if found := _LONE_SURROGATE.search(text):
+            raise InvalidRequest(
+                f"A prompt has the lone surrogate U+{ord(found[0]):04X}, which is no text.", param="prompt"
+            )
         return text, None
     wrong = text if token_ids is None else token_ids
     raise InvalidRequest(f"prompts must be texts or lists of token ids, got {_shown(wrong)}.", param="prompt")

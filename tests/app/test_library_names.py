@@ -77,6 +77,7 @@ def test_a_prompt_is_a_text_ids_or_a_dict_with_either(llm: LLM) -> None:
         ({"prompt": None}, "got None."),
         ({"prompt_token_ids": "ab"}, "got a str."),
         (b"bytes", "got a bytes."),
+        ("a \ud800", "A prompt has the lone surrogate U+D800, which is no text."),
     ],
 )
 def test_what_is_no_prompt_is_refused_in_words(llm: LLM, prompts: Any, words: str) -> None:
@@ -217,13 +218,23 @@ def test_an_async_request_is_a_scope(model: str, llm: LLM, backend: str) -> None
             with anyio.move_on_after(0.05):
                 async for _ in many.generate("a", endless):
                     pass
-            with pytest.raises(InvalidRequest):
-                async with many.generate([None]):  # type: ignore[list-item]
+            for wrong in ([None], 5):
+                with pytest.raises(InvalidRequest):
+                    async with many.generate(wrong):  # type: ignore[arg-type]
+                        pass
+            with pytest.raises(InvalidRequest, match="sampling_params"):
+                many.generate("a", 5)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="open already"):
+                async with many:
                     pass
+            ended.append(many)
             raise KeyError("passes through as it is")
 
+    ended: list[AsyncLLM] = []
     with pytest.raises(KeyError):
         anyio.run(run, backend=backend)
+    with pytest.raises(HeadraceError, match="async with AsyncLLM"):
+        ended[0].generate("The sea")
     with pytest.raises(HeadraceError, match="async with AsyncLLM"):
         AsyncLLM(model, **SMALL).generate("The sea")
 

@@ -55,7 +55,7 @@ export class Run {
       for await (const [, data] of events(response)) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new Refused(chunk.error.code ?? 500, chunk.error.message);
+        if (chunk.error) throw new Refused(chunk.error.code ?? 500, chunk.error.message ?? String(chunk.error));
         usage = chunk.usage ?? usage;
         const choice = chunk.choices?.[0];
         reason = choice?.finish_reason ?? reason;

@@ -181,7 +181,8 @@ function table(lines) {
   const sides = cells(lines[1]).map((cell) => ["", "left", "right", "center"][cell.startsWith(":") + 2 * cell.endsWith(":")]);
   const row = (kind) => (line) => {
     const found = cells(line);
-    return filled("tr", sides.map((side, index) => filled(side ? `${kind}.${side}` : kind, inline(found[index] ?? ""))));
+    // Cells that a row lacks are not made: a wide table with many empty rows would have the square of its text.
+    return filled("tr", sides.slice(0, found.length).map((side, index) => filled(side ? `${kind}.${side}` : kind, inline(found[index]))));
   };
   const body = filled("tbody", lines.slice(2).map(row("td")));
   return h("div.table", { tabIndex: 0 }, h("table", {}, h("thead", {}, row("th")(lines[0])), body));

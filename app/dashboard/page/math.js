@@ -4,6 +4,7 @@ import { h } from "./dom.js";
 
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const DEEPEST = 40; // groups within each other
+const MOST = 10_000; // characters; of more, browsers need seconds to lay them out
 const TOKEN = /\\(?:operatorname\*|[a-zA-Z]+|[^])|\s+|[^]/gu;
 
 const table = (text) => Object.fromEntries(text.trim().split(/\s+/).map((pair) => { const [name, ...signs] = pair.split(":"); return [name, signs.join(":")]; }));
@@ -21,7 +22,7 @@ const HOLES = { 0x1d53a: "ℂ", 0x1d53f: "ℍ", 0x1d545: "ℕ", 0x1d547: "ℙ", 
 const MATRICES = { matrix: ["", ""], pmatrix: ["(", ")"], bmatrix: ["[", "]"], Bmatrix: ["{", "}"], vmatrix: ["|", "|"], Vmatrix: ["‖", "‖"], smallmatrix: ["", ""], cases: ["{", ""], array: ["", ""], aligned: ["", ""], align: ["", ""], "align*": ["", ""], split: ["", ""], gathered: ["", ""], gather: ["", ""], "gather*": ["", ""], equation: ["", ""], "equation*": ["", ""] };
 
 export function math(tex, isShown) {
-  if (!tex.trim()) return null;
+  if (!tex.trim() || tex.length > MOST) return null;
   try {
     const row = new Reader(tex, isShown).all();
     const note = element("annotation", tex.trim());

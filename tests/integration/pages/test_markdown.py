@@ -105,6 +105,8 @@ def test_lists_tables_and_tasks_are_laid_out(browser: Browser, open_server: Serv
     )
     with looking(browser, open_server, "/dashboard") as page:
         html = rendered(page, source)
+        wide = rendered(page, "|" + "a|" * 2000 + "\n|" + "-|" * 2000 + "\n" + "|b\n" * 2000)
+        assert (wide.count("<th>"), wide.count("<td>")) == (2000, 2000)
     for expected in (
         *('aria-label="done"', 'aria-label="to do"', '<ol start="3">', '<td class="left"><code>x|y</code></td>'),
         *('<td class="right">1 | 2</td>', '<th class="center">c</th>', "<p>line<br>break<br>next</p>"),
@@ -143,6 +145,7 @@ def test_what_is_no_formula_stays_text(browser: Browser, open_server: Server) ->
         begun = [rf"\begin{{{name}}}a\end{{{name}}}" for name in ("valueOf", "__proto__")]
         for tex in (r"\constructor", r"\toString", *begun, r"\not\hline"):
             assert rendered(page, f"**bold** ${tex}$").startswith("<p><strong>bold</strong> <code")
+        assert "<math" not in rendered(page, "$$" + "&" * 200_000 + "$$")
         deep = rendered(page, "$" + r"\sqrt{" * 300 + "$")
         assert "<math" not in deep
 

@@ -251,7 +251,7 @@ export class View {
 
 function progress(request) {
   const done = request.num_computed_tokens;
-  return done < request.num_prompt_tokens ? `prefill ${done} of ${request.num_prompt_tokens}` : `${request.num_output_tokens} tokens`;
+  return done < request.num_prompt_tokens ? `prefill ${done} of ${request.num_prompt_tokens}` : `${request.num_output_tokens} token${request.num_output_tokens === 1 ? "" : "s"}`;
 }
 
 export function legend(kind, words) {

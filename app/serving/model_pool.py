@@ -97,6 +97,15 @@ class ModelPool:
             self.only = ModelServer(server, self.settings)
             self.policy.models[self.only.name] = self.only
             _ = self.only.admission
+        self.check_tenants()
+
+    def check_tenants(self) -> None:
+        """Warn of names in tenants' `models` that are not served."""
+        served = self.names()
+        for tenant in self.server.tenants.all:
+            if unknown := ", ".join(sorted(set(tenant.models or ()).difference(served))):
+                message = "api_keys_file: models of tenants.%s names %s, not served here. Served are %s"
+                logger.warning(message, tenant.name, unknown, ", ".join(served))
 
     def _take(self, found: Iterable[Settings]) -> None:
         """Serve the models of these settings. Drop the others, unless they are in memory or requests wait for them."""

@@ -313,6 +313,7 @@ async def _reload_tenants(pool: ModelPool) -> None:
         logger.error("Tenants and keys stay as they were. %s", error)
         return
     server.tenants.replace(tenants)
+    pool.check_tenants()
     for model in pool.active:
         model.admission.set_tenants(tenants.all)
     server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)

@@ -68,7 +68,9 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     shown = name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + "…"
     return ApiError(
         404,
-        f"The model `{shown}` does not exist. Served here: {', '.join(served)}.",
+        f"The model `{shown}` does not exist. Served here: {', '.join(served)}."
+        if served
+        else "No model is served here that this client may use.",
         param="model",
         code="model_not_found",
     )

@@ -301,6 +301,6 @@ def test_without_a_file_sighup_says_that_no_key_has_changed() -> None:
     """Keys of the settings need a restart; the log says so to an operator who sends SIGHUP instead."""
     with deployed_tiny_server(api_keys="one-secret", admin_keys="another-secret") as server:
         server.wait_ready()
-        reload(server, "SIGHUP changed nothing: there is no api_keys_file")
+        reload(server, "sighup changed nothing: there is no api_keys_file")
         assert "were read again" not in server.log
         assert ask(server, "one-secret").status_code == 200

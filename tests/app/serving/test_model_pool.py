@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from app.admission.tenants import Tenant
+from app.admission.tenants import Tenant, Tenants
 from app.config.settings import Settings
 from app.config.several import models_in
 from app.http.connections import PER_ENGINE_PROCESS
@@ -51,8 +51,20 @@ def test_a_tenant_finds_only_the_models_that_it_may_use(pool: ModelPool) -> None
     assert pool.find(None, limited).name == pool.find("two:latest", limited).name == "two"
     with pytest.raises(ApiError, match=r"`one` does not exist. Served here: two\."):
         pool.find("one", limited)
-    with pytest.raises(ApiError, match="does not exist"):
+    with pytest.raises(ApiError, match="No model is served here that this client may use"):
         pool.find(None, other)
+
+
+def test_a_misspelt_model_of_a_tenant_is_warned_of(
+    pool: ModelPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.limited]\nkeys = ["limited"]\nmodels = ["two", "tow"]\n')
+    pool.check_tenants()
+    assert not caplog.messages
+    pool.server.tenants.replace(Tenants(Settings(api_keys_file=keys)))
+    pool.check_tenants()
+    assert "api_keys_file: models of tenants.limited names tow, not served here. Served are one, two" in caplog.messages
 
 
 @pytest.mark.anyio

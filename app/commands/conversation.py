@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import difflib
+import errno
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -254,8 +256,14 @@ class Commands:
         try:
             path = Path(name).expanduser() if name else self._file or Path()
             content = self._conversation.as_file(is_markdown=path.suffix == ".md")
-            with path.open("wb" if path == self._file else "xb") as file:  # another file is never written over
-                file.write(content)
+            if path != self._file and path.exists():  # another file is never written over
+                raise ValueError(os.strerror(errno.EEXIST))
+            part = path.with_name(f"{path.name}.part")  # a full disk leaves what was saved before
+            try:
+                part.write_bytes(content)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
         except (OSError, ValueError, RuntimeError) as error:  # a byte 0, or an unknown user
             return f"{name} cannot be written: {getattr(error, 'strerror', None) or error}. Give another file."
         self._file = path

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -273,6 +274,23 @@ def test_a_name_that_is_none_is_told_and_obeyed_by_no_terminal(conversation, nam
     said = typed(conversation, f"/save {name}")
     assert "cannot be written" in said
     assert "\x1b" not in said
+
+
+def test_a_full_disk_leaves_what_was_saved_before(conversation, tmp_path):
+    conversation.messages += TALK
+    commands = Commands(conversation, lambda: CARDS)
+    assert "messages are in" in commands.take(f"/save {tmp_path / 'talk.json'}")[0]
+    before = (tmp_path / "talk.json").read_bytes()
+    conversation.messages.append({"role": "user", "content": "x" * 100_000})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        said = [commands.take(f"/save {name}")[0] for name in ("", tmp_path / "other.md")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all("cannot be written: File too large" in each for each in said)
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+    assert (tmp_path / "talk.json").read_bytes() == before
 
 
 def test_half_a_character_is_saved_as_a_question_mark(conversation, tmp_path):

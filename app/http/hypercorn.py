@@ -371,16 +371,17 @@ class ServerConnection:
                 await protocol.handle(Closed())
         finally:
             if hasattr(self, "writer"):
-                # Closed only once: after a second close(), asyncio's TLS would ignore abort(). Errors are the client's:
-                # it has sent data after the end of TLS, or something else than TLS.
-                with suppress(OSError):
-                    closed = self.writer.wait_closed if self._transport.is_closing() else super()._close  # type: ignore[misc]
-                    await closed()
+                await asyncio.shield(self._close_writer())  # or a cancelled task would cancel the future of all others
             else:
                 # Not send_eof(): it yields to the loop, and a task that sends in that time gets an unexpected error.
                 with suppress(OSError, AttributeError):  # the latter with TLS
                     self.stream.socket.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
                 await self.stream.aclose()  # type: ignore[attr-defined]
+
+    async def _close_writer(self) -> None:
+        with suppress(OSError):  # the client has sent data after the end of TLS, or something else than TLS
+            # Closed only once: after a second close(), asyncio's TLS would ignore abort().
+            await (self.writer.wait_closed() if self._transport.is_closing() else super()._close())  # type: ignore[misc]
 
     async def _read_data(self) -> None:
         await super()._read_data()  # type: ignore[misc]  # returns at the end of the client's bytes

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -16,6 +18,7 @@ import pytest
 from tests.selection import slow_except
 from tests.support.harness import Metrics, Server
 from tests.support.raw_client import RawClient, sse_events
+from tests.support.tiny_model import tiny_server
 from tests.support.victims import LONG, PATH, SHORT, endless
 
 SLOTS = 5  # of `narrow_server`
@@ -248,3 +251,19 @@ def _read_text(client: RawClient) -> None:
         assert isinstance(event, dict)
         if event["choices"][0]["text"]:
             return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker_class", ["uvloop", "asyncio"])
+def test_a_client_that_leaves_while_its_answer_is_sent_leaves_no_traceback(worker_class: str) -> None:
+    """The task of the connection and that of the answer then wait for the same close, and the second is cancelled."""
+    draw = random.Random(0)
+    with tiny_server(worker_class) as server:
+        address = server.wait_ready().client.base_url
+        for _ in range(400):
+            with socket.create_connection((address.host, address.port or 80)) as client:
+                client.sendall(b"GET /api/tags HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                time.sleep(draw.random() * 0.01)
+                client.shutdown(socket.SHUT_WR)
+        assert server.client.get("/health").status_code == 200
+        assert "Traceback" not in server.log

@@ -15,9 +15,9 @@ constexpr int kStretch = 256;      // tokens, if blocks hold whole tiles: keys b
 constexpr int kPart = 2048;        // tokens, likewise: keys that share one running maximum
 constexpr int kMaxRows = 32;       // queries of one KV head that use a key while it is in cache
 
-// The element type of packed queries and weights, rounded to bfloat16 in any case. AVX-512 without a bfloat16 dot
-// product multiplies floats, because it can broadcast them from memory.
-#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+// The element type of packed queries and weights, rounded to bfloat16 in any case. AVX2 and AVX-512 without a bfloat16
+// dot product multiply floats, because they can broadcast them from memory.
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
 using Left = float;
 #else
 using Left = uint16_t;

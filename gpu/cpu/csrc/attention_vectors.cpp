@@ -23,17 +23,39 @@ inline f32x16 dot(f32x16 sums, u32x16 pairs, const float* x) {
     return fma(as_f32(pairs & splat(0xffff0000u)), splat(x[1]), sums);
 }
 
+// sums[r][v] += the first numbers of the pairs of vector v times x[r][at], then the second ones times x[r][at + 1].
+template <int kRows, int kVectors, class X>
+[[gnu::always_inline]] inline void add_pairs(const uint16_t* pairs, const X* const* x, int64_t at, f32x16 (*sums)[kVectors]) {
+    if constexpr (kRegisters == 32 || sizeof(X) == 2) {
+        u32x16 both[kVectors];
+        for (int v = 0; v < kVectors; v++) both[v] = load<u32x16>(pairs + 32 * v);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) sums[r][v] = dot(sums[r][v], both[v], x[r] + at);
+    } else {  // half a vector of pairs at a time, so that all sums stay in the registers of AVX2
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * kVectors; i++) {
+            const u32x16 both = load<u32x16>(pairs + 32 * (i / 2));
+            const f32x16 half = as_f32(i % 2 ? both & splat(0xffff0000u) : both << 16);
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) sums[r][i / 2] = fma(half, splat(x[r][at + i % 2]), sums[r][i / 2]);
+        }
+    }
+}
+
 template <int kRows>
 void score_tile(const uint16_t* keys, int dim, const Left* const* queries, float* const* scores) {
-    f32x16 even[kRows] = {}, odd[kRows] = {};  // two chains for each sum, to hide the latency
+    f32x16 even[kRows][1], odd[kRows][1];  // two chains for each sum, to hide the latency
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) even[r][0] = odd[r][0] = f32x16{};
+#pragma GCC unroll 1
     for (int d = 0; d < dim; d += 4) {
-        u32x16 first = load<u32x16>(keys + (int64_t)d * kTile), second = load<u32x16>(keys + (int64_t)(d + 2) * kTile);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) even[r] = dot(even[r], first, queries[r] + d);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) odd[r] = dot(odd[r], second, queries[r] + d + 2);
+        add_pairs<kRows, 1>(keys + (int64_t)d * kTile, queries, d, even);
+        add_pairs<kRows, 1>(keys + (int64_t)(d + 2) * kTile, queries, d + 2, odd);
     }
-    for (int r = 0; r < kRows; r++) store(scores[r], even[r] + odd[r]);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) store(scores[r], even[r][0] + odd[r][0]);
 }
 
 using ScoreTile = void (*)(const uint16_t*, int, const Left* const*, float* const*);
@@ -47,18 +69,15 @@ constexpr auto kScoreTile = score_tiles(std::make_index_sequence<kScoreRows>());
 template <int kRows, int kVectors>
 void add_values(const uint16_t* values, int dim, int d, int pairs, const Left* const* weights, float* const* sums) {
     f32x16 acc[kRows][kVectors];
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) acc[r][v] = load<f32x16>(sums[r] + d + 16 * v);
-    for (int t = 0; t < pairs; t++) {
-        const uint16_t* row = values + ((int64_t)t * dim + d) * 2;
-        u32x16 value[kVectors];
-        for (int v = 0; v < kVectors; v++) value[v] = load<u32x16>(row + 32 * v);
 #pragma GCC unroll 6
-        for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) acc[r][v] = dot(acc[r][v], value[v], weights[r] + 2 * t);
-    }
     for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) acc[r][v] = load<f32x16>(sums[r] + d + 16 * v);
+#pragma GCC unroll 1
+    for (int t = 0; t < pairs; t++) add_pairs<kRows, kVectors>(values + ((int64_t)t * dim + d) * 2, weights, 2 * t, acc);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) store(sums[r] + d + 16 * v, acc[r][v]);
 }
 

@@ -6,6 +6,8 @@ The application chooses an executor and gives it to the engine; in tests a simul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_int32
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from engine.config import Clock
@@ -22,6 +24,18 @@ class StepHandle(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step and return its output. Raises what the step raised. Called once."""
+
+
+class AbortCheck:
+    """Returns True if all requests of a step have been aborted. `news` is 0 while it would return False: native code
+    reads that without the interpreter's lock. None: there is no such number."""
+
+    def __init__(self, is_abandoned: Callable[[Sequence[str]], bool], request_ids: Sequence[str]) -> None:
+        self.news: c_int32 | None = getattr(is_abandoned, "news", None)
+        self._ask = partial(is_abandoned, request_ids)
+
+    def __call__(self) -> bool:
+        return self._ask()
 
 
 class Executor(Protocol):

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 import msgspec
@@ -22,7 +21,7 @@ from engine.core.heartbeat import Heartbeat
 from engine.core.participants import Device, ExpertLoad, Handler, Hooks, StepCosts, StepProfiler
 from engine.costs.table import StepBudget, StepCostTable
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
-from engine.executor import Executor, FailedStep, KeepsBlocks, StepHandle
+from engine.executor import AbortCheck, Executor, FailedStep, KeepsBlocks, StepHandle
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
 from engine.plan import SchedulerOutput
 from engine.scheduler.request import FINISH_REASONS, Request
@@ -243,7 +242,7 @@ class EngineCore:
             try:
                 self._before_submit(plan)
                 submitted_at = self.clock()
-                handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
+                handle = self.executor.submit(plan, AbortCheck(is_abandoned, plan.request_ids))
             except Exception as error:
                 handle = FailedStep(error)
             budget = self.scheduler.pacing.latest

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from ctypes import c_int32
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -53,6 +54,18 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
     return take
 
 
+class Leaving:
+    """The requests that commands in the inbox end. Returns True if all given ones are: called many times within a step.
+    While `news` is 0, none is."""
+
+    def __init__(self) -> None:
+        self.ids: set[str] = set()
+        self.news = c_int32()
+
+    def __call__(self, request_ids: Sequence[str]) -> bool:
+        return bool(self.ids) and bool(request_ids) and self.ids.issuperset(request_ids)
+
+
 class EngineChannel:
     """A channel to an engine: its inbox, and in subclasses its outbox.
 
@@ -61,28 +74,27 @@ class EngineChannel:
 
     def __init__(self) -> None:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._leaving: set[str] = set()  # requests that a command in the inbox ends
+        self.are_leaving = Leaving()
 
     def put(self, command: Command) -> None:
         """Hand a command to the engine. Never waits, never fails."""
-        self._leaving.update(command.ends)
+        self.are_leaving.ids.update(command.ends)
         self._inbox.put(command)
+        if command.ends:
+            self.are_leaving.news.value = 1
 
     def receive(self, *, wait: bool) -> list[Command]:
         """Return all commands that have arrived. With `wait`, sleep until there is one."""
         commands = [self._inbox.get()] if wait else []
+        self.are_leaving.news.value = 0  # before the inbox is drained: a later command sets it again
         try:
             while True:
                 commands.append(self._inbox.get_nowait())
         except Empty:
             pass
         for command in commands:
-            self._leaving.difference_update(command.ends)
+            self.are_leaving.ids.difference_update(command.ends)
         return commands
-
-    def are_leaving(self, request_ids: Sequence[str]) -> bool:
-        """Return True if commands in the inbox end all these requests. Called many times within a step."""
-        return bool(self._leaving) and bool(request_ids) and self._leaving.issuperset(request_ids)
 
     def send(self, event: Event) -> None:
         """Hand an event to the front end. Never waits."""

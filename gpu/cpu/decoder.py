@@ -245,8 +245,9 @@ class CPUCausalLM:
         cancellation_check: Callable[[], None] | None = None,
         added: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
-        """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms. Of
-        several tensor ranks, only the first calls its check; if that ends the pass, the others raise StepAbandoned.
+        """Compute as `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is called about every 20 ms, while
+        its `news` is not 0 if it has one: a call waits for the interpreter's lock, which a busy thread keeps for 5 ms.
+        Of several tensor ranks, only the first calls its check; if that ends the pass, the others raise StepAbandoned.
         `added` [T] are the rows that an encoder adds to its embeddings."""
         num_tokens = len(inputs.input_ids)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
@@ -257,6 +258,7 @@ class CPUCausalLM:
             states = inputs.states
             for row, source in states.begins:
                 self._states[row] = self._states[source] if source >= 0 else 0.0
+        news = getattr(cancellation_check, "news", None)
         of_requests = [states.saves.get(index, []) for index in range(len(inputs.seq_lens))]
         save_begin = np.cumsum([0, *map(len, of_requests)], dtype=np.int32)
         saves = np.array([save for saves in of_requests for save in saves], dtype=np.int64)
@@ -278,6 +280,7 @@ class CPUCausalLM:
             num_prompt_tokens=inputs.num_prompt_tokens.ctypes.data,
             hidden=hidden.ctypes.data,
             stop=StopFunction() if cancellation_check is None else self._stop_function(cancellation_check),
+            news=None if news is None else ctypes.addressof(news),
             stop_interval=STOP_INTERVAL,
             added=None if added is None else added.ctypes.data,
         )

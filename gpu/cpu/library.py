@@ -179,6 +179,7 @@ class ForwardStruct(ctypes.Structure):
         ("num_prompt_tokens", c_void_p),
         ("hidden", c_void_p),
         ("stop", StopFunction),
+        ("news", c_void_p),
         ("stop_interval", c_double),
         ("added", c_void_p),
     )

@@ -129,13 +129,17 @@ class StageLinks:
 NO_LINKS = StageLinks()
 
 
-def cancellation_check(abandoned: Callable[[], bool] | None) -> Callable[[], None] | None:
-    """Return a function that raises StepAbandoned once `abandoned` returns True; None without `abandoned`."""
-    if abandoned is None:
-        return None
+class CancellationCheck:
+    """Raises StepAbandoned once `abandoned` returns True. `news` is as in `engine.executor.AbortCheck`, or None."""
 
-    def check() -> None:
-        if abandoned():
+    def __init__(self, abandoned: Callable[[], bool]) -> None:
+        self.abandoned = abandoned
+        self.news = getattr(abandoned, "news", None)
+
+    def __call__(self) -> None:
+        if self.abandoned():
             raise StepAbandoned("every request of this step has been aborted")
 
-    return check
+
+def cancellation_check(abandoned: Callable[[], bool] | None) -> CancellationCheck | None:
+    return None if abandoned is None else CancellationCheck(abandoned)

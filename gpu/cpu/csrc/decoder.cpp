@@ -288,7 +288,8 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
     sort_rows(engine, step, kinds);
     double asked = seconds();
     for (int i = 0; i < model.num_layers; i++) {
-        if (step.stop && seconds() - asked >= step.stop_interval && (!engine.ranks || engine.ranks->rank == 0)) {
+        const bool has_news = step.stop && (!step.news || __atomic_load_n(step.news, __ATOMIC_RELAXED));
+        if (has_news && seconds() - asked >= step.stop_interval && (!engine.ranks || engine.ranks->rank == 0)) {
             const bool stops = step.stop();
             if (stops && !engine.ranks) return kStopped;
             if (stops) engine.ranks->segment().stopped.store(1, std::memory_order_relaxed);

@@ -70,6 +70,7 @@ struct hr_step {
     const int32_t* num_prompt_tokens;  // [B], prompt tokens of each request; or null: none
     float* hidden;             // [T, hidden], the result; the residual stream in a stage without a final norm
     int32_t (*stop)(void);     // called between layers, at most every `stop_interval` seconds; not 0 ends the pass
+    const int32_t* news;       // 0 while `stop` would return 0, so that it need not be called; or null
     double stop_interval;
     const int64_t* added;      // [T], rows of the model's `added`
 };

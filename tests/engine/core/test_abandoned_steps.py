@@ -200,13 +200,16 @@ async def test_a_client_that_leaves_between_two_steps_does_not_abandon_the_next(
     channel = RequestChannel(lambda _: None)
     channel.put(AddRequests.of([make_request([1], "a")]))
     assert not channel.are_leaving(["a"])
+    assert channel.are_leaving.news.value == 0
     channel.put(FinishRequests(["a", "b"], FinishReason.ABORT))
     assert channel.are_leaving(["a"])
     assert channel.are_leaving(["b", "a"])
     assert not channel.are_leaving(["a", "c"])
     assert not channel.are_leaving([])  # a step that only lets go of rows has to be made
+    assert channel.are_leaving.news.value == 1
     channel.receive(wait=False)
     assert not channel.are_leaving(["a"])
+    assert channel.are_leaving.news.value == 0
 
 
 def test_an_abandoned_step_that_is_wanted_after_all_is_made_again() -> None:

@@ -24,7 +24,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from engine.commands import FinishRequests
 from engine.errors import StepAbandoned
+from engine.executor import AbortCheck
+from engine.messages import FinishReason
+from engine.transport.channel import EngineChannel
 from gpu.attention import TorchAttention
 from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
 from gpu.checkpoint.tensors import Weight
@@ -32,7 +36,7 @@ from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
-from gpu.runner.runner import ModelInputs
+from gpu.runner.runner import CancellationCheck, ModelInputs
 from gpu.weights.reading import dummy_weights, read_weights
 from gpu.weights.tensors import as_tensors
 from tests.gpu.dense_models import DENSE
@@ -293,6 +297,20 @@ def test_a_pass_ends_where_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPa
     asked.clear()
     model.fast.forward(inputs, cancellation_check(99))
     assert len(asked) == SHAPE["num_hidden_layers"]
+
+
+def test_a_pass_asks_nothing_while_there_is_no_news(monkeypatch: pytest.MonkeyPatch):
+    """A question waits for the interpreter's lock; the number of the inbox needs none."""
+    monkeypatch.setattr("gpu.cpu.decoder.STOP_INTERVAL", 0.0)
+    model = Model(MODELS["llama"], block_size=16)
+    inputs = model.inputs(model.spans([(30, 30)]), tokens(30))
+    channel = EngineChannel()
+    check = CancellationCheck(AbortCheck(channel.are_leaving, ["a"]))
+    channel.are_leaving.ids.add("a")  # not as a command would: the answer would be True
+    model.fast.forward(inputs, check)
+    channel.put(FinishRequests(["a"], FinishReason.ABORT))
+    with pytest.raises(StepAbandoned):
+        model.fast.forward(inputs, check)
 
 
 def test_weights_of_another_model_are_refused_by_name():

@@ -9,7 +9,7 @@ import pytest
 
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import built, load_library, usable
-from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link, needs_library
+from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, needs_library
 from tests.selection import slow_except
 
 pytestmark = needs_library
@@ -21,8 +21,8 @@ def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | 
 
     They are those of an installed `library`, or of one that is compiled with `flags` as the program is.
     """
-    sources = [] if library else sorted(SOURCES.glob("attention*.cpp"))
-    objects = compile_all(folder, [*sources, NATIVE / "attention_shapes.cpp"], *BUILDS[build].options, *flags)
+    objects = compile_all(folder, [NATIVE / "attention_shapes.cpp"], *BUILDS[build].options, *flags)
+    objects += [] if library else compile_library(folder, build, *flags)
     installed = [str(library), f"-Wl,-rpath,{library.parent}"] if library else []
     program = link(folder / "attention_shapes", objects, *flags, *installed)
     run = subprocess.run([program, "1", str(shapes)], check=False, capture_output=True, text=True, timeout=300)

@@ -73,7 +73,7 @@ struct Shape {
         heads.block_size = one_of({1, 4, 8, 15, 16, 16, 16, 24, 32, 48, 100});
         heads.window = any(0, 2) ? 0 : any(1, any(0, 1) ? 100 : 4000);
         heads.scale = 1 / std::sqrt((float)heads.dim);
-        heads.softcap = any(0, 2) ? 0 : 2;
+        heads.softcap = any(0, 2) ? 0 : 2, heads.ahead = 0;
         heads.is_int8 = any(0, 2) == 0;
         sinks = numbers((size_t)heads.query, 3);
         for (float& sink : sinks)

@@ -118,7 +118,7 @@ def _routes() -> Iterator[Payload]:
     for method in ("POST", "DELETE", "BREW"):
         yield from (Payload(method, path) for path in OTHER_ROUTES)
     for path in (
-        *("/", "/docs/", "/openapi.yaml", "/v1", "/v1/", "/v1/completions/", "/v1//models", "/v1/models/nothing"),
+        *("/docs/", "/openapi.yaml", "/v1", "/v1/", "/v1/completions/", "/v1//models", "/v1/models/nothing"),
         *("/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/%00", "/v1/models/" + "a" * 5000),
         *("/v1/requests/unknown/timeline", "/v1/requests/%2e%2e/timeline", "/v1/requests//timeline"),
     ):

@@ -215,7 +215,7 @@ def test_user_defined_tokens_are_whole_but_not_skipped(tmp_path):
     ("changes", "message"),
     [
         ({"kind": "rwkv"}, "'rwkv'; supported in GGUF files are 'gpt2'"),
-        ({"pre": "bloom"}, "'bloom'; supported are default, gpt-2, phi-2, olmo, mpt, smollm"),
+        ({"pre": "bloom"}, "'bloom'; supported are default, gpt-2, phi-2, roberta-bpe, olmo, mpt, modern-bert, smollm"),
         ({"merges": ["not in"]}, "merges do not fit"),
         ({"merges": ["alone"]}, "merges do not fit"),
         ({"tokens": [*ALPHABET, "!"]}, "a token twice"),

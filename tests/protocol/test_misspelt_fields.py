@@ -92,7 +92,7 @@ def test_what_apis_have_beside_our_fields_is_no_slip() -> None:
     thought = {"type": "thinking", "thinking": "b", "signature": "c"}
     turns = [{"role": "user", "content": blocks}, {"role": "assistant", "content": [thought, *blocks]}]
     assert not warning(MessagesRequest, max_tokens=9, messages=turns)
-    # A field that has the one it is like beside it is another field.
+    # No hint names a field that the object already has: here "content".
     assert not warning(ChatCompletionRequest, messages=[USER | {"contents": []}])
     # A schema is the client's own.
     tool = {"type": "function", "function": {"name": "f", "parameters": {"typ": "object", "propertis": {}}}}

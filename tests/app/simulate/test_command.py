@@ -184,7 +184,7 @@ def test_bisection_ends_between_what_holds_and_what_does_not() -> None:
 
 @pytest.mark.parametrize(("unlucky", "highest", "kept"), [(1, 5.0, (4, 0)), (2, 0.5, (5, 3)), (4, 0.5, (5, 1))])
 def test_a_rate_that_two_of_five_seeds_break_is_not_found(unlucky: int, highest: float, kept: tuple[int, int]) -> None:
-    """With the first seeds a request takes ten times as long."""
+    """Make a request take ten times as long with the first seeds."""
 
     def simulate(rate: float, seed: int) -> dict[str, float]:
         return {"failed": 0, "p99_ttft_ms": (1000 if seed < unlucky else 100) * rate}

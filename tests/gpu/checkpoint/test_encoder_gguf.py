@@ -171,6 +171,17 @@ def test_labels_fit_the_head(tmp_path: Path) -> None:
         open_model(str(write_gguf(tmp_path / "m.gguf", tmp_path, "roberta", labels=("a", "b"))))
 
 
+def _finish(writer: gguf.GGUFWriter, **special: int) -> None:
+    """Write the file of a vocabulary that adds these special tokens to each text."""
+    for key, value in special.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
+        writer.add_bool(f"tokenizer.ggml.add_{key}_token", True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_pairs_of_modern_bert_begin_once(tmp_path: Path) -> None:
     tokens = [*byte_alphabet(), "th", "[CLS]", "[SEP]"]
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "modern-bert")
@@ -179,13 +190,7 @@ def test_pairs_of_modern_bert_begin_once(tmp_path: Path) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 257 + [3, 3])
     writer.add_token_merges(["t h"])
-    for key, value in (("bos", 257), ("eos", 258)):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
-        writer.add_bool(f"tokenizer.ggml.add_{key}_token", True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer, bos=257, eos=258)
     tokenizer = tokenizer_from_gguf(GGUFFile(tmp_path / "m.gguf"), 259)
     assert tokenizer.encode("th", "a").tokens == ["[CLS]", "th", "[SEP]", "a", "[SEP]"]
 
@@ -199,13 +204,7 @@ def test_a_unigram_vocabulary_makes_the_tokenizer_of_transformers(tmp_path: Path
     writer.add_token_scores([score for _, score in vocabulary])
     writer.add_token_types([3, 3, 3, 2, *[1] * 8])
     writer.add_array("tokenizer.ggml.precompiled_charsmap", list(CHARSMAP))
-    for key, value in (("bos", 0), ("eos", 2)):
-        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", value)
-        writer.add_bool(f"tokenizer.ggml.add_{key}_token", True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer, bos=0, eos=2)
     tokenizer = tokenizer_from_gguf(GGUFFile(tmp_path / "vocabulary.gguf"), 13)
     theirs = XLMRobertaTokenizer(vocab=vocabulary, _spm_precompiled_charsmap=cast(Any, CHARSMAP))
     for text in ("the cat sat", "  the   cat at", "the dog", ""):

@@ -246,7 +246,6 @@ class ModelServer(PooledModel):
         async with llm.running(), anyio.create_task_group() as task_group:
             try:
                 self.llm = llm
-                await to_thread.run_sync(prompts.prepare)
                 # The vocabulary is built while the engine loads, not by the first grammar. Nothing else waits for it.
                 task_group.start_soon(to_thread.run_sync, grammars.build_tokenizer)
                 await to_thread.run_sync(build_models)

@@ -71,6 +71,7 @@ class PromptEncoder:
         template_timeout: float = 10.0,
     ) -> None:
         self._tokenizer = files.tokenizer
+        self._plain_tokenizer = without_special(files.tokenizer)
         added = files.tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         source = files.chat_template or CHATML
@@ -334,21 +335,21 @@ class PromptEncoder:
     def _encode_plain(self, text: str) -> list[int]:
         return tokenize(self._plain_tokenizer, text, param="messages")
 
-    def prepare(self) -> None:
-        """Build the plain tokenizer, which takes tenths of a second, before a request needs it on the event loop."""
-        _ = self._plain_tokenizer
-
-    @cached_property
-    def _plain_tokenizer(self) -> Tokenizer:
-        """The same tokenizer, which encodes the text of special tokens as ordinary text."""
-        plain = Tokenizer.from_str(self._tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
-
     async def _run(self, function: Callable[[], T], size: int, *, tokenizes: bool = True) -> T:
         if size <= INLINE_CHARACTERS and (self._tokenizer_is_known or not tokenizes):
             return function()
         return await self._tokenizing.run(function)
+
+
+def without_special(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that encodes the text of special tokens as ordinary text, and shares the vocabulary."""
+    plain = Tokenizer(tokenizer.model)
+    for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        setattr(plain, step, getattr(tokenizer, step))
+    added = tokenizer.get_added_tokens_decoder()
+    plain.add_tokens([added[token_id] for token_id in sorted(added)])
+    plain.encode_special_tokens = True
+    return plain
 
 
 def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:

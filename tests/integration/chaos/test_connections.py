@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -295,7 +296,9 @@ def test_long_flood_of_connections_does_not_keep_anybody_from_being_served(worke
 
 
 def check_flood(worker_class: str, rounds: int) -> None:
-    """Twice as many connections as the process may open files, of every kind that nobody ends, in each round."""
+    """Twice as many connections as the process may open files, of every kind that nobody ends, in each round. The
+    client that is served reads all the while: for a full server, one that leaves its answer unread is the first to go.
+    """
     server = ChaosServer(worker_class, "hypercorn.toml", device="simulated", body_timeout=5, send_timeout=5)
     server.max_open_files = FEW_FILES
     kinds = [first for first, _ in NEVER_A_REQUEST.values()]
@@ -305,9 +308,9 @@ def check_flood(worker_class: str, rounds: int) -> None:
         b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n",
     ]
-    with server:
+    with server, ThreadPoolExecutor(1) as reader:
         server.wait_ready()
-        served = server.stream("served", max_tokens=1000).read_some()
+        served = reader.submit(server.stream("served", max_tokens=2000).read_some().read)
         before = server.num_open_files
         flood: list[socket.socket] = []
         for number in range(rounds * 2 * FEW_FILES):
@@ -319,7 +322,7 @@ def check_flood(worker_class: str, rounds: int) -> None:
                 server.poll(lambda: ask_once(server), lambda status: status == 200)
             if len(flood) > 2 * FEW_FILES:
                 flood.pop(0).close()
-        assert served.read().done
+        assert served.result().done
         for connection in flood:
             connection.close()
         server.poll(lambda: server.num_open_files, lambda now: now <= before)

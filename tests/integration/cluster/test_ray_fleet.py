@@ -84,6 +84,10 @@ def test_a_program_has_its_model_on_a_cluster_too(tmp_path: Path) -> None:
         assert machines.ranks() == []
 
 
+def errors_of(events: Iterator[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, dict) and "error" in event]
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayCluster, sent: signal.Signals) -> None:
     server.wait_idle()
@@ -99,9 +103,11 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayC
         events.append(sse_events(client.chunks()))
         next(events[-1])
     before = machines.ranks()
-    os.kill(before[0], sent)
-    server.poll(machines.ranks, lambda now: len(now) == 2 and before[0] not in now, 0.05)
-    said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
+    with ThreadPoolExecutor(len(events)) as readers:  # a client that does not read is cut, and Ray may take long
+        reading = [readers.submit(errors_of, each) for each in events]
+        os.kill(before[0], sent)
+        server.poll(machines.ranks, lambda now: len(now) == 2 and before[0] not in now, 0.05)
+        said = [each.result() for each in reading]
     assert set(map(len, said)) == {0, 1}, "the streams of the other engine go on"
     for [error] in filter(None, said):
         assert f"rank 0 on {os.uname().nodename}" in error["error"]["message"]

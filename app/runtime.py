@@ -39,11 +39,14 @@ class Workload:
     def __init__(self) -> None:
         self._reading = FairThreads(READING_THREADS)
         self._writing = FairThreads(WRITING_THREADS)
+        self._first_requests: dict[object, str] = {}  # the id of each route's first request
 
     async def read(self, request: RequestScope, function: Callable[[], T], num_bytes: int = 0) -> T:
         """Run `function`, which reads the request's body and `num_bytes` more, and return its result. If the caller is
-        cancelled, `function` may run on."""
-        if len(request.body) + num_bytes <= INLINE_BODY_BYTES:
+        cancelled, `function` may run on. The first request of each route builds its models."""
+        route = request.asgi_scope.get("endpoint")
+        is_first = self._first_requests.setdefault(route, request.request_id) == request.request_id
+        if not is_first and len(request.body) + num_bytes <= INLINE_BODY_BYTES:
             return function()
         return await self._reading.run(function)
 

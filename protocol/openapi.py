@@ -14,6 +14,7 @@ from msgspec.json import schema_components
 from pydantic.json_schema import models_json_schema
 
 from engine.messages import LOW_END_EXCLUDED, RANGES
+from protocol.body import build_models
 from protocol.operations import Operation
 from protocol.registry import DIALECTS, OPERATIONS, dialect_of
 
@@ -59,6 +60,7 @@ def document(
     models = dict.fromkeys(model for operation in operations for model in operation.request)
     answers: dict[type[Struct], None] = dict.fromkeys(dialect.error_answer for dialect in DIALECTS)
     answers |= dict.fromkeys(each.answer for each in operations if isinstance(each.answer, type))
+    build_models()
     references, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF + "{model}"
     )

@@ -32,7 +32,7 @@ from app.serving.model_server import ModelHandler, ModelServer, ServedModel, imp
 from app.serving.server import Server, ServerPhase
 from engine.errors import HeadraceError
 from gpu.host import total_memory
-from protocol.body import build_models, decode_json
+from protocol.body import decode_json
 from protocol.errors import ApiError
 from protocol.openai.dialect import find_model, unknown_model
 
@@ -356,7 +356,6 @@ class ModelPool:
 
             spare = self._spare = SpareEngine()
             spare.prepare()
-            await to_thread.run_sync(build_models)
             await self._load_pinned()
         except Exception as error:
             server.phase = ServerPhase.FAILED

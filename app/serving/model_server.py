@@ -24,7 +24,6 @@ from app.runtime import collect_seldom, frozen_imports
 from app.serving.model_policy import ModelState, PooledModel
 from app.serving.server import ERROR_FRAME_SECONDS, SHUTTING_DOWN, Server, ServerPhase
 from engine.errors import EngineDead
-from protocol.body import build_models
 from protocol.errors import ApiError
 from protocol.openai.dialect import find_model
 
@@ -248,7 +247,6 @@ class ModelServer(PooledModel):
                 self.llm = llm
                 # The vocabulary is built while the engine loads, not by the first grammar. Nothing else waits for it.
                 task_group.start_soon(to_thread.run_sync, grammars.build_tokenizer)
-                await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()
                 if not self.server.settings.has_several_models:
                     self.server.bodies.follow_context(engine_info.max_model_len)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from app.runtime import LAG_PERIOD, in_steps, measure_lag
+from app.config.settings import Settings
+from app.http.scope import Bodies, RequestScope
+from app.runtime import INLINE_BODY_BYTES, LAG_PERIOD, Workload, in_steps, measure_lag
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -67,3 +70,21 @@ async def test_a_loop_that_is_held_lags() -> None:
         while max(lags, default=0.0) < 2 * LAG_PERIOD:  # noqa: ASYNC110 - nothing tells
             await anyio.sleep(0.01)
         tasks.cancel_scope.cancel()
+
+
+async def test_the_first_request_of_each_route_is_read_on_a_thread_where_it_builds_its_models() -> None:
+    def request(path: str, endpoint: object, body: bytes = b"{}") -> RequestScope:
+        scope = {"type": "http", "method": "POST", "path": path, "http_version": "1.1", "query_string": b""}
+        made = RequestScope(scope | {"headers": [], "endpoint": endpoint}, anyio.sleep, anyio.sleep, Settings(), bodies)
+        made.body = body
+        return made
+
+    bodies, workload, here = Bodies(None), Workload(), threading.get_ident()
+    chat, messages = object(), object()
+    first, other = request("/chat/1", chat), request("/messages", messages)
+    for each in (first, first, other):
+        assert await workload.read(each, threading.get_ident) != here
+    for each in (request("/chat/2", chat), request("/messages", messages)):
+        assert await workload.read(each, threading.get_ident) == here, "all later short ones stay on the loop"
+    long = request("/chat/1", chat, bytes(INLINE_BODY_BYTES + 1))
+    assert await workload.read(long, threading.get_ident) != here

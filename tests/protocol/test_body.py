@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import orjson
@@ -74,3 +77,32 @@ def test_long_texts_and_a_million_token_ids_are_not_too_many_values() -> None:
     code = 'call(a, b, [c, {d: "e"}])\n' * 200_000
     assert decode_json(json.dumps({"prompt": code}).encode()) == {"prompt": code}
     assert MAX_JSON_WEIGHT >= 2**20  # what /detokenize takes
+
+
+def test_threads_that_need_a_model_first_and_at_once_all_get_what_it_checks() -> None:
+    class Inner(ClientModel):
+        number: int
+
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+
+            class Outer(ClientModel):
+                inner: list[Inner]
+
+            together = Barrier(4)
+
+            def outcome(data: bytes, model: type[Outer] = Outer, together: Barrier = together) -> str:
+                together.wait()
+                try:
+                    return str(parse_body(model, data).inner[0].number)
+                except ApiError as error:
+                    return str(error.param)
+
+            given = [b'{"inner": [{"number": 1}]}', b'{"inner": [{"number": "1"}]}'] * 2
+            with ThreadPoolExecutor(4) as threads:
+                assert list(threads.map(outcome, given)) == ["1", "inner.0.number"] * 2
+    finally:
+        sys.setswitchinterval(switch_interval)
+        body._MODELS[:] = [model for model in body._MODELS if model.__module__ != __name__]

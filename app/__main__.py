@@ -5,8 +5,11 @@ import os
 import signal
 import sys
 
+from app import prepare_process
+
 
 def main() -> int:
+    prepare_process()
     interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     serves = sys.argv[1:2] == ["serve"]
     if interrupts:

@@ -129,9 +129,6 @@ def in_steps(work: Coroutine[Any, Any, None], on_step: Callable[[float], None]) 
 # cycles.
 
 
-NEW_OBJECTS: Final = 50_000  # more allocations than deallocations until a collection; Python's default is 700
-
-
 @contextmanager
 def frozen_imports(module: str) -> Iterator[None]:
     """Collect nothing while the block imports `module`, and exempt all objects at its end from later collections. Does
@@ -156,9 +153,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def collect_seldom() -> None:
-    """Collect more seldom from now on. With 256 streams open, Python's default takes a tenth of the event loop's time,
-    and 0.1 s at a stretch for each full collection."""
-    gc.set_threshold(NEW_OBJECTS)

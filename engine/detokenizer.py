@@ -264,6 +264,9 @@ _ALPHABET = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
+    text = token if " " in token else token.replace("\u0120", " ")
+    if text.isascii() and text.isprintable():  # most tokens, at half the cost
+        return text.encode()
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:  # an added token, spelled in plain text

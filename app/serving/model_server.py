@@ -20,7 +20,7 @@ from app.admission.admission import Admission
 from app.config.settings import MIB, Settings, SettingsError
 from app.http.scope import RequestScope
 from app.observability.metrics import Metrics
-from app.runtime import collect_seldom, frozen_imports
+from app.runtime import frozen_imports
 from app.serving.model_policy import ModelState, PooledModel
 from app.serving.server import ERROR_FRAME_SECONDS, SHUTTING_DOWN, Server, ServerPhase
 from engine.errors import EngineDead
@@ -270,7 +270,6 @@ class ModelServer(PooledModel):
                     "default_parameters": self._model.default_sampling,
                     "chat_parameters": loading.chat_parameters(self.settings),
                 }
-                collect_seldom()
                 form = engine_info.facts.compute_form
                 on_loaded(need := self.need or 0)
                 if self.server.settings.has_several_models:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -73,9 +74,12 @@ async def test_a_loop_that_is_held_lags() -> None:
 
 
 async def test_the_first_request_of_each_route_is_read_on_a_thread_where_it_builds_its_models() -> None:
+    async def never(*_: Any) -> Any:
+        await anyio.sleep_forever()
+
     def request(path: str, endpoint: object, body: bytes = b"{}") -> RequestScope:
         scope = {"type": "http", "method": "POST", "path": path, "http_version": "1.1", "query_string": b""}
-        made = RequestScope(scope | {"headers": [], "endpoint": endpoint}, anyio.sleep, anyio.sleep, Settings(), bodies)
+        made = RequestScope(scope | {"headers": [], "endpoint": endpoint}, never, never, Settings(), bodies)
         made.body = body
         return made
 

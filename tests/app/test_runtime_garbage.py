@@ -1,10 +1,12 @@
 """While a module is imported the collector is off, and what it has made is left alone; otherwise nothing changes."""
 
 import gc
+import os
 
 import pytest
 
-from app.runtime import NEW_OBJECTS, collect_seldom, frozen_imports
+from app import NEW_OBJECTS, prepare_process
+from app.runtime import frozen_imports
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +47,10 @@ def test_a_collector_that_was_off_stays_off_and_a_failure_turns_it_on_again() ->
     assert gc.isenabled()
 
 
-def test_while_requests_come_and_go_the_collector_seldom_runs() -> None:
-    collect_seldom()
+def test_while_requests_come_and_go_the_collector_seldom_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"OPENBLAS_THREAD_TIMEOUT": "20"})
+    prepare_process()
+    assert os.environ == {"OPENBLAS_THREAD_TIMEOUT": "20", "PYDANTIC_DISABLE_PLUGINS": "__all__"}, "not what was set"
     gc.collect()
     made: list[list[object]] = [[] for _ in range(NEW_OBJECTS // 2)]
     assert gc.get_count()[0] >= len(made)

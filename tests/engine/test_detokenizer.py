@@ -126,6 +126,22 @@ def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text() -> None:
     assert BYTE_LEVEL_VOCABULARY.token_bytes(10**6) == b""
 
 
+def test_a_token_of_letters_for_bytes_is_these_bytes_and_an_added_one_its_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    spelled = {
+        "Ġaz~": b" az~",
+        "é": b"\xe9",
+        "Ċ": b"\n",
+        "Ġ a": "Ġ a".encode(),
+        "a b": b"a b",
+        "a\x7f": b"a\x7f",
+        "中": "中".encode(),
+    }
+    tokenizer.add_tokens(list(spelled))
+    vocabulary = Vocabulary(tokenizer)
+    assert {token: vocabulary.token_bytes(id_of(tokenizer, token)) for token in spelled} == spelled
+
+
 def test_only_a_byte_level_decoder_counts_as_byte_level() -> None:
     other = Tokenizer.from_str(BYTE_LEVEL.to_str())
     other.decoder = decoders.Sequence([decoders.ByteLevel()])

@@ -11,21 +11,20 @@ Kernels and reference promise:
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from gpu.kernels.decode import paged_decode
+from gpu.kernels.decode import PROGRAMS_PER_PROCESSOR, num_processors, paged_decode
 from gpu.kernels.dispatch import on_triton, tl, triton
 from gpu.kernels.prefill import paged_prefill, rows_per_block
 
 # The fewest tokens of a part. Parts get this small only if requests are too few to fill the device; then each further
 # tile of a program delays the whole step.
 MIN_PART_TOKENS = 64
-# Programs wanted per multiprocessor. More than run at once, so that requests of unequal length fill each other's gaps.
-PROGRAMS_PER_PROCESSOR = 4
-INTERPRETED_PROCESSORS = 4
+# The same for a block of a chunk, which takes longer over a token and writes more, and its programs that run at once.
+MIN_BLOCK_PART_TOKENS = 512
+BLOCK_PROGRAMS_PER_PROCESSOR = 3
 BLOCK = 512
 
 
@@ -34,8 +33,11 @@ class AttentionWork(NamedTuple):
     are unused."""
 
     parts: torch.Tensor  # int32 [P, 4], of decodes: request, number of the part, of how many, length of the request
-    part_starts: torch.Tensor  # int32 [B + 1]
-    blocks: torch.Tensor  # int32 [Q, 2], of chunks: request, and its first query that the program takes
+    merged: torch.Tensor  # int32 [1 + M, 4], of decodes with several parts: see `_merge`
+    # int32 [N + Q, 4], of chunks: request, its first query that the program takes, number of the part, of how many. The
+    # first N are of blocks with several parts.
+    blocks: torch.Tensor
+    merged_blocks: torch.Tensor  # int32 [1 + N, 4], of blocks with several parts
     block_rows: int  # rows of a block: its queries times the heads that share a KV head
 
 
@@ -64,32 +66,30 @@ def list_attention_work(
     # A chunk has two queries or more, and one block that is not full.
     max_blocks = num_tokens // block_q + min(num_chunks, num_tokens // 2) if num_chunks else 0
     num_requests, device = len(seq_lens), seq_lens.device
-    spare = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors(device), num_kv_heads)
-    parts = torch.empty((num_requests + spare, 4), dtype=torch.int32, device=device)
-    part_starts = torch.empty(num_requests + 1, dtype=torch.int32, device=device)
-    blocks = torch.empty((max_blocks, 2), dtype=torch.int32, device=device)
+    spare, block_spare = (
+        triton.cdiv(programs * num_processors(device), num_kv_heads)
+        for programs in (PROGRAMS_PER_PROCESSOR, BLOCK_PROGRAMS_PER_PROCESSOR)
+    )
+    block_parts = block_spare * 4 // 3 if max_blocks else 0
+    sizes = (num_requests + spare, 1 + min(num_requests, spare), block_parts + max_blocks, 1 + block_parts)
+    lists = torch.empty((sum(sizes), 4), dtype=torch.int32, device=device).split(sizes)
+    work = AttentionWork(lists[0], lists[1], lists[2], lists[3], block_rows)
     _list_work[(1,)](
-        parts,
-        part_starts,
-        blocks,
+        *lists,
         seq_lens,
         query_start_loc,
         num_requests,
         max_blocks,
+        block_parts,
         SPARE=spare,
+        BLOCK_SPARE=block_spare,
         WINDOW=window or 0,
         BLOCK_Q=block_q,
         MIN_PART_TOKENS=MIN_PART_TOKENS,
+        MIN_BLOCK_PART_TOKENS=MIN_BLOCK_PART_TOKENS,
         BLOCK=BLOCK,
     )
-    return AttentionWork(parts, part_starts, blocks, block_rows)
-
-
-@cache
-def num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return work
 
 
 def paged_attention(
@@ -115,7 +115,7 @@ def paged_attention(
     included; `softcap` changes a score to softcap * tanh(score / softcap). `sinks`, float32 [num_heads], are further
     scores without a value. A chunk of a prompt and a prompt after a cached prefix both have fewer queries than keys.
 
-    `work` comes from `list_attention_work`: it cuts decodes into parts, which are merged by their log-sum-exp. With
+    `work` comes from `list_attention_work`: it cuts keys into parts, which are merged by their log-sum-exp. With
     `num_decodes` 0 no decode kernel is started. A cache of another type than the query is converted as it is read.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
@@ -123,11 +123,12 @@ def paged_attention(
         attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window, softcap, sinks)
         return out
     if num_decodes != 0:
-        lists = (work.parts, work.part_starts)
+        lists = (work.parts, work.merged)
         paged_decode(query, kv_cache, block_table, *lists, out, scale, window, softcap, sinks)
     if len(work.blocks):
         tables = (kv_cache, block_table, seq_lens, query_start_loc)
-        paged_prefill(query, *tables, work.blocks, work.block_rows, out, scale, window, softcap, sinks)
+        blocks, merged = (work.blocks, work.block_rows), work.merged_blocks
+        paged_prefill(query, *tables, *blocks, out, scale, window, softcap, sinks, merged=merged)
     return out
 
 
@@ -181,79 +182,127 @@ def attend_reference(
 #
 # A grid depends on shapes alone, so that it fits a graph, but the work depends on the lengths. So the grid is an upper
 # bound; each program looks up its work, and programs without work end at once. Besides one part per decode there are
-# `spare` parts: a part has 1 / `spare` of all tokens read, so a long request among short ones is split, and short
-# requests are not.
+# `spare` parts, and one such share of all tokens read is a part: a decode has as many as it has shares, rounded. So a
+# long request among short ones is cut, and requests of about one share are not.
+#
+# Blocks of chunks are cut by the same rule. Rounding up from one and a half makes a third more parts than shares at
+# most, so partial results have room for so many. Blocks that are not cut come after the parts.
 
 
 # One compilation serves any number of requests: nothing is gained by specializing.
 @triton.jit(
-    do_not_specialize=["num_requests", "max_blocks"], do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr"]
+    do_not_specialize=["num_requests", "max_blocks", "block_parts"],
+    do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr"],
 )
 def _list_work(
     parts_ptr,
-    part_starts_ptr,
+    merged_ptr,
     blocks_ptr,
+    merged_blocks_ptr,
     lengths_ptr,
     starts_ptr,
     num_requests,
     max_blocks,
+    block_parts,
     SPARE: tl.constexpr,
+    BLOCK_SPARE: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     MIN_PART_TOKENS: tl.constexpr,
+    MIN_BLOCK_PART_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    total = tl.zeros([BLOCK], tl.int64)
+    read_by_decodes = tl.zeros([BLOCK], tl.int64)
+    read_by_blocks = tl.zeros([BLOCK], tl.int64)
     for start in range(0, num_requests, BLOCK):
-        _, num_queries, length = _request(start, lengths_ptr, starts_ptr, num_requests, BLOCK)
-        total += tl.where(num_queries == 1, _visible(length, WINDOW), 0)
-    per_part = tl.maximum(tl.cdiv(tl.sum(total), SPARE), MIN_PART_TOKENS).to(tl.int32)
+        _, _, num_queries, tokens, num_blocks, _ = _requests(
+            start, lengths_ptr, starts_ptr, num_requests, WINDOW, BLOCK_Q, BLOCK
+        )
+        read_by_decodes += tl.where(num_queries == 1, tokens, 0)
+        read_by_blocks += tokens.to(tl.int64) * num_blocks
+    share = tl.maximum(tl.cdiv(tl.sum(read_by_decodes), SPARE), MIN_PART_TOKENS).to(tl.int32)
+    block_share = tl.maximum(tl.cdiv(tl.sum(read_by_blocks), BLOCK_SPARE), MIN_BLOCK_PART_TOKENS).to(tl.int32)
 
     parts_before = num_requests * 0
-    blocks_before = num_requests * 0
+    merged_before = num_requests * 0 + 1
+    block_parts_before = num_requests * 0
+    merged_blocks_before = num_requests * 0 + 1
+    blocks_before = block_parts
     for start in range(0, num_requests, BLOCK):
-        request, num_queries, length = _request(start, lengths_ptr, starts_ptr, num_requests, BLOCK)
-        inside = request < num_requests
-        num_parts = tl.where(num_queries == 1, tl.maximum(tl.cdiv(_visible(length, WINDOW), per_part), 1), 0)
-        first = parts_before + tl.cumsum(num_parts, 0) - num_parts
-        tl.store(part_starts_ptr + request, first, mask=inside)
+        request, first_query, num_queries, tokens, num_blocks, length = _requests(
+            start, lengths_ptr, starts_ptr, num_requests, WINDOW, BLOCK_Q, BLOCK
+        )
+        num_parts = tl.where(num_queries == 1, tl.maximum((tokens + share // 2) // share, 1), 0)
+        first = _places(num_parts, parts_before)
         for part in range(tl.max(num_parts)):
-            entry = parts_ptr + (first + part) * 4
-            mine = part < num_parts
-            tl.store(entry, request, mask=mine)
-            tl.store(entry + 1, part + request * 0, mask=mine)
-            tl.store(entry + 2, num_parts, mask=mine)
-            tl.store(entry + 3, length, mask=mine)
+            _store(parts_ptr, first + part, request, part, num_parts, length, part < num_parts)
+        is_cut = (num_parts > 1).to(tl.int32)
+        _store(merged_ptr, _places(is_cut, merged_before), first, num_parts, first_query, 1, is_cut > 0)
         parts_before += tl.sum(num_parts)
+        merged_before += tl.sum(is_cut)
 
-        num_blocks = tl.where(num_queries > 1, tl.cdiv(num_queries, BLOCK_Q), 0)
-        first = blocks_before + tl.cumsum(num_blocks, 0) - num_blocks
+        num_parts = tl.maximum((tokens + block_share // 2) // block_share, 1)
+        cut_blocks = tl.where(num_parts > 1, num_blocks, 0)
+        first = _places(cut_blocks * num_parts, block_parts_before)
+        for i in range(tl.max(cut_blocks * num_parts)):
+            mine = i < cut_blocks * num_parts
+            _store(blocks_ptr, first + i, request, i // num_parts * BLOCK_Q, i % num_parts, num_parts, mine)
+        entry = _places(cut_blocks, merged_blocks_before)
+        for block in range(tl.max(cut_blocks)):
+            start_of_block, mine = block * BLOCK_Q, block < cut_blocks
+            taken = tl.minimum(num_queries - start_of_block, BLOCK_Q)
+            where = first_query + start_of_block
+            _store(merged_blocks_ptr, entry + block, first + block * num_parts, num_parts, where, taken, mine)
+        block_parts_before += tl.sum(cut_blocks * num_parts)
+        merged_blocks_before += tl.sum(cut_blocks)
+
+        num_blocks -= cut_blocks
+        first = _places(num_blocks, blocks_before)
         for block in range(tl.max(num_blocks)):
-            entry = blocks_ptr + (first + block) * 2
-            mine = block < num_blocks
-            tl.store(entry, request, mask=mine)
-            tl.store(entry + 1, block * BLOCK_Q + request * 0, mask=mine)
+            _store(blocks_ptr, first + block, request, block * BLOCK_Q, 0, 1, block < num_blocks)
         blocks_before += tl.sum(num_blocks)
-    tl.store(part_starts_ptr + num_requests, parts_before)
 
-    for start in range(parts_before, num_requests + SPARE, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(parts_ptr + place * 4, tl.full([BLOCK], -1, tl.int32), mask=place < num_requests + SPARE)
-    for start in range(blocks_before, max_blocks, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(blocks_ptr + place * 2, tl.full([BLOCK], -1, tl.int32), mask=place < max_blocks)
+    tl.store(merged_ptr, merged_before - 1)
+    tl.store(merged_blocks_ptr, merged_blocks_before - 1)
+    _end(parts_ptr, parts_before, num_requests + SPARE, BLOCK)
+    _end(blocks_ptr, block_parts_before, block_parts, BLOCK)
+    _end(blocks_ptr, blocks_before, block_parts + max_blocks, BLOCK)
 
 
 @triton.jit
-def _request(start, lengths_ptr, starts_ptr, num_requests, BLOCK: tl.constexpr):
-    """Return the indices of some requests, and their numbers of queries and of tokens; 0 beyond the last request."""
+def _requests(
+    start, lengths_ptr, starts_ptr, num_requests, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the indices of some requests, their first queries and numbers of queries, of tokens that a query sees (on
+    average), of blocks if they are chunks, and of tokens; 0 beyond the last request."""
     request = start + tl.arange(0, BLOCK)
     inside = request < num_requests
     first = tl.load(starts_ptr + request, mask=inside, other=0)
     num_queries = tl.load(starts_ptr + request + 1, mask=inside, other=0) - first
-    return request, num_queries, tl.load(lengths_ptr + request, mask=inside, other=0)
+    length = tl.load(lengths_ptr + request, mask=inside, other=0)
+    seen = length - num_queries // 2
+    seen = tl.minimum(seen, WINDOW) if WINDOW > 0 else seen
+    return request, first, num_queries, seen, tl.where(num_queries > 1, tl.cdiv(num_queries, BLOCK_Q), 0), length
 
 
 @triton.jit
-def _visible(length, WINDOW: tl.constexpr):
-    return tl.minimum(length, WINDOW) if WINDOW > 0 else length
+def _places(counts, before):
+    """Return where the entries of each request begin, if it has so many and `before` come before all."""
+    return before + tl.cumsum(counts, 0) - counts
+
+
+@triton.jit
+def _store(list_ptr, place, first, second, third, fourth, mask):
+    entry = list_ptr + place * 4
+    tl.store(entry, first, mask=mask)
+    tl.store(entry + 1, second + place * 0, mask=mask)
+    tl.store(entry + 2, third + place * 0, mask=mask)
+    tl.store(entry + 3, fourth + place * 0, mask=mask)
+
+
+@triton.jit
+def _end(list_ptr, begin, end, BLOCK: tl.constexpr):
+    """Mark entries as unused."""
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(list_ptr + place * 4, tl.full([BLOCK], -1, tl.int32), mask=place < end)

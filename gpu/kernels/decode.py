@@ -2,18 +2,29 @@
 
 One program takes all queries that share a KV head (at least 16 rows, the least of a matrix instruction) over one part
 of one request's keys, so that every key is read once. The work list assigns the parts; a second kernel merges those of
-requests with several.
+requests with several. It also merges those of the prefill kernel.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 
 import torch
 
 from gpu.kernels.dispatch import tl, triton
 
-MERGED_TOGETHER = 16
+# Programs wanted per multiprocessor. More than run at once, so that requests of unequal length fill each other's gaps.
+PROGRAMS_PER_PROCESSOR = 4
+INTERPRETED_PROCESSORS = 4
+MERGED_PARTS, MERGED_ROWS = 16, 4  # what a program of `_merge` reads at a time
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def paged_decode(
@@ -21,7 +32,7 @@ def paged_decode(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     parts: torch.Tensor,
-    part_starts: torch.Tensor,
+    merged: torch.Tensor,
     out: torch.Tensor,
     scale: float,
     window: int | None,
@@ -31,14 +42,11 @@ def paged_decode(
     """Write `out` for the requests that `parts` names; request i has query i."""
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    num_requests, num_parts = len(block_table), len(parts)
-    block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
-    partial = torch.empty((num_parts, num_heads, head_dim), dtype=torch.float32, device=out.device)
-    lse = torch.empty((num_parts, num_heads), dtype=torch.float32, device=out.device)
-    sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_DIM": block_dim}
-    _decode[(num_parts, num_kv_heads)](
+    group, block_dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))  # 16: see BLOCK_M
+    results, lse = empty_parts((len(parts), num_kv_heads, group), out)
+    _decode[(len(parts), num_kv_heads)](
         out,
-        partial,
+        results,
         lse,
         query,
         kv_cache,
@@ -55,27 +63,49 @@ def paged_decode(
         kv_cache.stride(1),
         kv_cache.stride(2),
         block_table.stride(0),
-        GROUP=num_heads // num_kv_heads,
+        GROUP=group,
         BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_M=max(16, triton.next_power_of_2(group)),  # no fewer fit a matrix instruction
         WINDOW=window or 0,
         HAS_CAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         TILE=16 if query.dtype == torch.float32 else 64 if block_dim * query.element_size() <= 256 else 32,
-        **sizes,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=block_dim,
         num_warps=4,
         num_stages=3,
     )
-    _merge[(num_requests, num_heads)](
+    merge(out, results, lse, merged, group)
+
+
+def empty_parts(shape: tuple[int, int, int], out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for the partial results of a step: float32 [parts, KV heads, rows, head_dim], and the logarithms of
+    their sums of weights to the base 2."""
+    empty = partial(torch.empty, dtype=torch.float32, device=out.device)
+    return empty((*shape, out.shape[2])), empty(shape)
+
+
+def merge(out: torch.Tensor, results: torch.Tensor, lse: torch.Tensor, merged: torch.Tensor, group: int) -> None:
+    """Write the rows of `out` that `merged` lists from their partial results. The number of programs depends on shapes
+    alone; each takes every so many units of work, and ends at once where there is none."""
+    _, num_kv_heads, rows, head_dim = results.shape
+    most = (len(merged) - 1) * num_kv_heads * triton.cdiv(rows, MERGED_ROWS)
+    _merge[(min(most, PROGRAMS_PER_PROCESSOR * num_processors(out.device)),)](
         out,
-        partial,
+        results,
         lse,
-        part_starts,
+        merged,
         out.stride(0),
         out.stride(1),
-        **sizes,
-        CHUNK=MERGED_TOGETHER,
-        num_warps=4,
+        rows,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        ROWS=MERGED_ROWS,
+        CHUNK=MERGED_PARTS,
+        num_warps=8,
     )
 
 
@@ -166,46 +196,56 @@ def _decode(
         tl.store(out_ptr + target[:, None] + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    part_starts_ptr,
+    merged_ptr,  # int32 [1 + M, 4]: how many follow; then the first part, how many, the first query, how many
     out_stride,
     out_head_stride,
-    NUM_HEADS: tl.constexpr,
+    rows,  # of a part
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    begin = tl.load(part_starts_ptr + request)
-    end = tl.load(part_starts_ptr + request + 1)
-    if end - begin < 2:
-        return
+    per_entry = tl.cdiv(rows, ROWS) * NUM_KV_HEADS
     dim = tl.arange(0, BLOCK_DIM)
     in_dim = dim < HEAD_DIM
-    acc = tl.zeros([BLOCK_DIM], tl.float32)
-    highest = float("-inf")
-    total = 0.0
-    for start in range(begin, end, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        used = part < end
-        source = part.to(tl.int64) * NUM_HEADS + head
-        lse = tl.load(lse_ptr + source, mask=used, other=float("-inf"))
-        values = tl.load(
-            partial_ptr + source[:, None] * HEAD_DIM + dim[None, :], mask=used[:, None] & in_dim[None, :], other=0.0
-        )
-        raised = tl.maximum(highest, tl.max(lse))  # a number: the first part of a request is never empty
-        weights = tl.exp2(lse - raised)
-        kept = tl.exp2(highest - raised)
-        acc = acc * kept + tl.sum(values * weights[:, None], 0)
-        total = total * kept + tl.sum(weights)
-        highest = raised
-    target = out_ptr + request * out_stride + head * out_head_stride + dim
-    tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=in_dim)
+    for unit in range(tl.program_id(0), tl.load(merged_ptr) * per_entry, tl.num_programs(0)):
+        entry = merged_ptr + (1 + unit // per_entry) * 4
+        first = tl.load(entry).to(tl.int64)
+        num_parts = tl.load(entry + 1)
+        kv_head = unit % NUM_KV_HEADS
+        row = unit % per_entry // NUM_KV_HEADS * ROWS + tl.arange(0, ROWS)
+        exists = row < tl.load(entry + 3) * GROUP
+        acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in range(0, num_parts, CHUNK):
+            part = start + tl.arange(0, CHUNK)
+            used = (part < num_parts)[:, None] & exists[None, :]
+            source = ((first + part) * NUM_KV_HEADS + kv_head)[:, None] * rows + row[None, :]
+            lse = tl.load(lse_ptr + source, mask=used, other=float("-inf"))
+            values = tl.load(
+                partial_ptr + source[:, :, None] * HEAD_DIM + dim[None, None, :],
+                mask=used[:, :, None] & in_dim[None, None, :],
+                other=0.0,
+            )
+            raised = tl.maximum(highest, tl.max(lse, 0))
+            shift = tl.where(raised == float("-inf"), 0.0, raised)  # no part so far has a key that the row sees
+            weights = tl.exp2(lse - shift[None, :])
+            kept = tl.exp2(highest - shift)
+            acc = acc * kept[:, None] + tl.sum(values * weights[:, :, None], 0)
+            total = total * kept + tl.sum(weights, 0)
+            highest = raised
+        token = (tl.load(entry + 2) + row // GROUP).to(tl.int64)
+        target = token * out_stride + (kv_head * GROUP + row % GROUP) * out_head_stride
+        result = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + target[:, None] + dim[None, :], result, mask=exists[:, None] & in_dim[None, :])
 
 
 # ------------------------------------------------------------------------------------------------------- online softmax

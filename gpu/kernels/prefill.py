@@ -3,7 +3,8 @@ which is not causal, uses it, too.
 
 A program takes a block of consecutive queries of one request, which the work list assigns, with all heads that share a
 KV head as further rows, so that a tile of keys is read once for the group. Tiles that no row may see are skipped, and
-only those at the edges (the diagonal, the end of the window) are masked.
+only those at the edges (the diagonal, the end of the window) are masked. Where blocks are too few to fill the device,
+the work list cuts their keys into parts. The results of parts are merged as in decodes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cache
 
 import torch
 
-from gpu.kernels.decode import accumulate, beginning, capped
+from gpu.kernels.decode import accumulate, beginning, capped, empty_parts, merge
 from gpu.kernels.dispatch import tl, triton
 
 FROM_SHARED_MEMORY = (9, 10)  # compute capabilities with matrix instructions that read operands from shared memory
@@ -50,7 +51,7 @@ def tile_warps_stages(query: torch.Tensor, block_m: int, converts: bool = False)
     if block_m < 64:
         return 64 if row_bytes <= 256 else 32, 4, stages
     if capability_of(query.device)[0] in FROM_SHARED_MEMORY:
-        return 32, 4, 2
+        return 32, 8 if row_bytes > 256 and capability_of(query.device)[0] > 9 else 4, 2
     return 16 if row_bytes > 256 and converts else 32, 8, stages
 
 
@@ -68,16 +69,22 @@ def paged_prefill(
     softcap: float | None,
     sinks: torch.Tensor | None,
     ahead: int = 0,
+    merged: torch.Tensor | None = None,
 ) -> None:
     """Write `out` for the requests that `blocks` names; `block_m` is `rows_per_block`. A query sees as many as `ahead`
-    tokens after its own; without a window all, and `ahead` must be more than there are."""
+    tokens after its own; without a window all, and `ahead` must be more than there are. With `merged`, which has as
+    many rows after its first, so many of the first `blocks` are parts."""
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
     block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
     tile, num_warps, num_stages = tile_warps_stages(query, block_m, kv_cache.dtype != query.dtype)
+    num_parts = 0 if merged is None else len(merged) - 1
+    partial, lse = empty_parts((num_parts, num_kv_heads, block_m), out)
     _prefill[(len(blocks), num_kv_heads)](
         out,
+        partial,
+        lse,
         query,
         kv_cache,
         block_table,
@@ -106,20 +113,25 @@ def paged_prefill(
         BLOCK_M=block_m,
         BLOCK_DIM=block_dim,
         TILE=tile,
+        NUM_PARTS=num_parts,
         num_warps=num_warps,
         num_stages=num_stages,
     )
+    if merged is not None:
+        merge(out, partial, lse, merged, group)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr"])
 def _prefill(
     out_ptr,
+    partial_ptr,  # float32 [NUM_PARTS, KV heads, BLOCK_M, HEAD_DIM]
+    lse_ptr,  # float32 [NUM_PARTS, KV heads, BLOCK_M], to the base 2
     query_ptr,
     cache_ptr,
     table_ptr,
     lengths_ptr,
     starts_ptr,
-    blocks_ptr,  # int32 [blocks, 2]: request or -1, and the first query of the block, counted within the request
+    blocks_ptr,  # int32 [blocks, 4]: request or -1, first query, counted within the request, part, of how many
     scale,  # times log2(e)
     softcap,  # likewise
     sinks_ptr,  # float32 [heads]
@@ -142,14 +154,18 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
 ):
-    # The last blocks first: they have the most keys, and the programs that start last should be short.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    # Parts first, then the last blocks: they have the most keys, and the programs that start last should be short.
+    block = tl.program_id(0)
+    block = tl.where(block < NUM_PARTS, block, tl.num_programs(0) - 1 - block + NUM_PARTS)
     kv_head = tl.program_id(1)
-    request = tl.load(blocks_ptr + block * 2)
+    request = tl.load(blocks_ptr + block * 4)
     if request < 0:
         return
-    first_query = tl.load(blocks_ptr + block * 2 + 1)
+    first_query = tl.load(blocks_ptr + block * 4 + 1)
+    part = tl.load(blocks_ptr + block * 4 + 2)
+    num_parts = tl.load(blocks_ptr + block * 4 + 3)
     start = tl.load(starts_ptr + request)
     num_queries = tl.load(starts_ptr + request + 1) - start
     length = tl.load(lengths_ptr + request)
@@ -180,23 +196,29 @@ def _prefill(
         seen_from = tl.maximum(first_position + 1 - WINDOW, 0) // TILE
         full_from = tl.minimum(tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE), seen_to)
     full_to = tl.maximum(full_to, full_from)
+    if NUM_PARTS > 0:
+        num_tiles = seen_to - seen_from
+        seen_to = seen_from + num_tiles * (part + 1) // num_parts
+        seen_from += num_tiles * part // num_parts
+        full_from = tl.minimum(tl.maximum(full_from, seen_from), seen_to)
+        full_to = tl.minimum(tl.maximum(full_to, seen_from), seen_to)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-    highest, total = beginning(sinks_ptr + head, row >= 0, HAS_SINKS)
+    highest, total = beginning(sinks_ptr + head, row >= tl.where(part == 0, 0, BLOCK_M), HAS_SINKS)
     keys_ptr = cache_ptr + kv_head * cache_head_stride
     values_ptr = keys_ptr + cache_kv_stride
     blocks_ptr = table_ptr + request.to(tl.int64) * table_stride
-    for part in tl.static_range(3):
-        if part == 0:
+    for stretch in tl.static_range(3):
+        if stretch == 0:
             begin, end = seen_from, full_from
-        elif part == 1:
+        elif stretch == 1:
             begin, end = full_from, full_to
         else:
             begin, end = full_to, seen_to
-        if part != 0 or WINDOW > 0:
+        if stretch != 0 or WINDOW > 0:
             for index in range(begin, end):
                 key_position = index * TILE + tl.arange(0, TILE)
-                if part == 1:
+                if stretch == 1:
                     loaded = in_dim[None, :]
                     block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE)
                 else:
@@ -211,7 +233,7 @@ def _prefill(
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
                 if HAS_CAP:
                     scores = capped(scores, softcap)
-                if part != 1:
+                if stretch != 1:
                     visible = key_position[None, :] <= position[:, None] + AHEAD
                     if AHEAD > 0:  # without a window every token of the prompt is seen
                         visible = visible & exists[None, :] if WINDOW > 0 else exists[None, :]
@@ -221,5 +243,10 @@ def _prefill(
                 acc, highest, total = accumulate(acc, highest, total, scores, value)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    target = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)
+    if tl.program_id(0) < NUM_PARTS:
+        place = (tl.program_id(0) * tl.num_programs(1) + kv_head) * BLOCK_M + row
+        tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], result, mask=rows)
+        tl.store(lse_ptr + place, highest + tl.log2(tl.where(total > 0, total, 1.0)))
+    else:
+        target = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)

@@ -49,7 +49,7 @@ def whole_prompts(query_start_loc: NDArray[np.int32], query: torch.Tensor, heads
         starts[:, None] + np.arange(lengths.max()),
         lengths,
         query_start_loc,
-        np.stack((np.repeat(np.arange(len(counts)), counts), firsts), 1),
+        np.stack((np.repeat(np.arange(len(counts)), counts), firsts, 0 * firsts, 0 * firsts + 1), 1),
     )
     return WholePrompts(
         [], block_rows, tuple(torch.from_numpy(each.astype(np.int32)).to(query.device) for each in arrays)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import kernels
+from gpu.kernels import attention
 from gpu.kernels.quantized import quantized_linear
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged, make_quantized
 from loadtest.gpu_parts.report import Report
@@ -36,13 +38,16 @@ class Sizes:
     vocab_size: int = 128256
     batches: tuple[int, ...] = (1, 8, 64, 256)
     context: int = 1024
+    long_context: int = 32768  # of one decode among the largest batch
     chunk_tokens: int = 8192  # of a prefill step
     chunk_prefix: int = 6144  # cached before a single long chunk
+    long_prefixes: tuple[int, ...] = (4096, 32768, 100_000)  # cached before a few new tokens, as in an agent's turn
+    new_tokens: int = 100
     rows: tuple[int, ...] = (1, 256, 8192)
 
     @staticmethod
     def tiny() -> Sizes:
-        return Sizes(4, 2, 16, 64, 96, 512, (1, 4), 64, 64, 48, (1, 16))
+        return Sizes(4, 2, 16, 64, 96, 512, (1, 4), 64, 256, 64, 48, (700,), 10, (1, 16))
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,13 @@ class KernelSpeed:
             query = self._random(batch, sizes.num_heads, 1, sizes.head_dim)
             key, value = (self._random(batch, sizes.num_kv_heads, context, sizes.head_dim) for _ in range(2))
             self._add_sdpa(f"decode attention, {batch} x {context}", query, key, value, causal=False, floor=num_bytes)
+            del query, key, value
+        batch, longest = sizes.batches[-1], sizes.long_context
+        lengths = [(1, longest)] + [(1, context)] * (batch - 1)
+        paged = make_paged(lengths, heads, sizes.head_dim, self.timer.device, self.dtype)
+        num_bytes = 2 * (longest + (batch - 1) * context) * sizes.num_kv_heads * sizes.head_dim * self.dtype.itemsize
+        name = f"decode attention, {batch - 1} x {context} and 1 x {longest}"
+        self._add("decode attention", name, paged.attend, num_bytes)
 
     def prefill(self) -> None:
         sizes, total = self.sizes, self.sizes.chunk_tokens
@@ -107,6 +119,24 @@ class KernelSpeed:
                 query = self._random(len(lengths), sizes.num_heads, query_len, sizes.head_dim)
                 key, value = (self._random(len(lengths), sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2))
                 self._add_sdpa(name, query, key, value, causal=True, num_flops=4 * pairs * width)
+        for prefix in sizes.long_prefixes:
+            self._behind(prefix, heads)
+
+    def _behind(self, prefix: int, heads: tuple[int, int]) -> None:
+        """Time a few new tokens behind a long prefix, with keys cut into parts and in one piece, and torch's attention
+        of as many queries to all these keys, which is not causal."""
+        sizes, queries = self.sizes, self.sizes.new_tokens
+        tokens = prefix + queries
+        flops = 4 * queries * (prefix + (queries + 1) / 2) * sizes.num_heads * sizes.head_dim
+        paged = make_paged([(queries, tokens)], heads, sizes.head_dim, self.timer.device, self.dtype)
+        name = f"prefill attention, {queries} behind {prefix}"
+        self._add("attention behind long prefixes", name, paged.attend, 0, flops)
+        with mock.patch.object(attention, "MIN_BLOCK_PART_TOKENS", 2**30):
+            self._add("attention behind long prefixes", f"{name}, keys in one piece", paged.attend, 0, flops)
+        del paged
+        query = self._random(1, sizes.num_heads, queries, sizes.head_dim)
+        key, value = (self._random(1, sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2))
+        self._add_sdpa(name, query, key, value, causal=False, num_flops=flops)
 
     def elementwise(self) -> None:
         sizes, item = self.sizes, self.dtype.itemsize

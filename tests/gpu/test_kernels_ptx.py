@@ -88,8 +88,8 @@ def check_decode() -> None:
         for request, count in enumerate(num_parts)
         for part in range(count)
     ]
-    starts = torch.tensor([0, *num_parts]).cumsum(0).int()
-    work = AttentionWork(torch.tensor([*parts, [-1] * 4]).int(), starts, torch.empty(0, 2).int(), 16)
+    merged, none = torch.tensor([[1, 0, 0, 0], [3, 3, 3, 1]]).int(), torch.empty(0, 4).int()
+    work = AttentionWork(torch.tensor([*parts, [-1] * 4]).int(), merged, none, none, 16)
     where, wanted = (table, lengths, torch.arange(6).int()), torch.empty(5, 8, 128, dtype=torch.float64)
     attend_reference(query.double(), cache.double(), *where, wanted, 128**-0.5, None)
     assert_near(kernels.paged_attention(query, cache, *where, work, scale=128**-0.5, num_decodes=5), wanted)

@@ -9,7 +9,9 @@ import torch
 
 from gpu.attention import TritonAttention
 from gpu.checkpoint.architecture import Heads
-from gpu.kernels import list_attention_work, paged_attention
+from gpu.kernels import attention, list_attention_work, paged_attention
+from gpu.kernels.attention import AttentionWork
+from gpu.kernels.prefill import paged_prefill
 from tests.gpu.paging import Span, make_metadata
 from tests.selection import slow_except
 
@@ -159,9 +161,81 @@ def test_a_long_request_among_short_ones_is_cut_so_that_no_program_has_much_more
         assert form == "reference"
         return
     parts = work.parts[work.parts[:, 0] >= 0]
-    assert parts[:, 0].bincount().tolist() == [9] + [1] * 40  # (4096 + 40 * 100) / 16 = 506 tokens each
-    assert work.part_starts.tolist() == [0, *range(9, 50)]
-    assert parts[:9].tolist() == [[0, part, 9, 4096] for part in range(9)]
+    assert parts[:, 0].bincount().tolist() == [8] + [1] * 40  # (4096 + 40 * 100) / 16 = 506 tokens each
+    assert work.merged[0, 0] == 1
+    assert work.merged[1].tolist() == [0, 8, 0, 1]  # the first part, how many, the query, one query
+    assert parts[:8].tolist() == [[0, part, 8, 4096] for part in range(8)]
+    assert len(work.blocks) == 0
+
+
+def test_a_chunk_behind_a_long_prefix_is_cut_over_its_keys_where_its_blocks_are_too_few_to_fill_the_device(form):
+    """On a device of four processors, where twelve programs of a KV head run at once. A block has eight queries."""
+
+    def work_of(*lengths: tuple[int, int]) -> AttentionWork | None:
+        starts = torch.tensor([0, *(query_len for query_len, _ in lengths)]).cumsum(0).int()
+        seq_lens = torch.tensor([seq_len for _, seq_len in lengths]).int()
+        return list_attention_work(torch.empty(int(starts[-1]), 4, 64), 1, seq_lens, starts)
+
+    work = work_of((1, 9), (20, 4116), (10, 30))
+    if work is None:
+        assert form == "reference"
+        return
+    blocks = work.blocks[work.blocks[:, 0] >= 0].tolist()
+    assert blocks[:12] == [[1, first, part, 4] for first in (0, 8, 16) for part in range(4)]
+    assert blocks[12:] == [[2, 0, 0, 1], [2, 8, 0, 1]]
+    assert work.merged_blocks[0, 0] == 3
+    assert work.merged_blocks[1:4].tolist() == [[0, 4, 1, 8], [4, 4, 9, 8], [8, 4, 17, 4]]
+    for few_keys_or_many_blocks in ([(20, 700)], [(140, 4096)], [(1, 4096), (20, 20)]):
+        work = work_of(*few_keys_or_many_blocks)
+        assert work is not None
+        assert work.merged_blocks[0, 0] == 0
+
+
+@pytest.mark.parametrize("seed", slow_except(range(8), 0))
+def test_every_part_and_block_of_any_step_is_in_the_lists_once_and_none_is_left_out_for_room(form, seed):
+    rng = random.Random(seed)
+    for _ in range(5):
+        query_lens = sorted((rng.choice([1, 1, 2, 9, 40, 100]) for _ in range(rng.randint(1, 12))), key=lambda n: n > 1)
+        lengths = [n + rng.choice([0, 50, 1000, rng.randint(0, 9000)]) for n in query_lens]
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        query = torch.empty(sum(query_lens), 4, 64)
+        work = list_attention_work(query, 1, torch.tensor(lengths).int(), starts, window=rng.choice([None, 1000]))
+        if work is None:
+            assert form == "reference"
+            return
+        expected = [(i, first) for i, n in enumerate(query_lens) if n > 1 for first in range(0, n, 8)]
+        listed = [tuple(entry) for entry in work.blocks.tolist() if entry[0] >= 0]
+        assert sorted((request, first) for request, first, part, _ in listed if part == 0) == expected
+        assert len(set(listed)) == len(listed)
+        assert all((request, first, i, n) in listed for request, first, _, n in listed for i in range(n))
+        of_cut = [each for each in work.blocks[: len(work.merged_blocks) - 1].tolist() if each[0] >= 0]
+        assert all(num_parts > 1 for *_, num_parts in of_cut)
+        assert work.merged_blocks[0, 0] == sum(part == 0 for _, _, part, _ in of_cut)
+        assert sum(n > 1 for *_, n in listed) == len(of_cut)
+        parts = work.parts[work.parts[:, 0] >= 0].tolist()
+        assert [request for request, part, *_ in parts if part == 0] == list(range(query_lens.count(1)))
+        assert work.merged[0, 0] == sum(part == 1 for _, part, *_ in parts)
+
+
+@pytest.mark.parametrize("seed", slow_except(range(10), 0, 1))
+def test_chunks_cut_over_their_keys_beside_decodes_and_chunks_in_one_piece(seed, form, monkeypatch):
+    """The least part is shorter here, so that many are."""
+    monkeypatch.setattr(attention, "MIN_BLOCK_PART_TOKENS", 20)
+    rng = random.Random(200 + seed)
+    lengths = [(1, rng.randint(1, 500))] * rng.randint(0, 2) + [(rng.choice([2, 7]), 9)] * rng.randint(0, 1)
+    for _ in range(rng.randint(1, 2)):
+        query_len = rng.choice([2, 5, 12])
+        lengths.append((query_len, query_len + rng.randint(150, 600)))
+    case = make_case(rng, lengths, **random_shape(rng) | {"window": [None, 45, 150][seed % 3]})
+    used = []
+
+    def noted(*args: Any, **keywords: Any) -> None:
+        used.append(int(keywords["merged"][0, 0]))
+        paged_prefill(*args, **keywords)
+
+    monkeypatch.setattr(attention, "paged_prefill", noted)
+    case.assert_right(attend(case, known=seed % 2 == 0))
+    assert form == "reference" or used[0] > 0
 
 
 def test_padding_of_a_graph_gets_zeros_and_reads_nothing():

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, ValidationInfo, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from app.config.rules import check_together
 from app.config.setting_types import Keys, StringList, Tables, UserPath, is_secret, spelled
@@ -26,18 +25,10 @@ class SettingsError(HeadraceError):
     """The server cannot start with its settings. The message has a line for each wrong setting."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings of one server. Immutable; `model_copy(update=...)` makes a variant."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        enable_decoding=False,  # the types above read lists, with commas or as JSON
-        env_ignore_empty=True,  # `HEADRACE_X=` in a compose file means "not set"
-        extra="forbid",
-        frozen=True,
-        protected_namespaces=(),
-        validate_default=True,
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
 
     # The model.
     model: str = Field(
@@ -505,10 +496,3 @@ class Settings(BaseSettings):
         """Return plain data from which another process of this server makes its `Settings`."""
         secrets = {name for name, field in Settings.model_fields.items() if is_secret(field)}
         return self.model_dump(mode="json", exclude=secrets)
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **others: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # Constructing a Settings reads no sources; `load_settings` reads them explicitly, in order.
-        return (init_settings,)

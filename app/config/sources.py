@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import EnvSettingsSource
 
 from app.config.setting_types import has_password, is_secret, without_none
 from app.config.settings import ENV_PREFIX, Settings, SettingsError
@@ -160,8 +159,8 @@ def _from_environment() -> dict[str, Given]:
     known = {env_name(name): name for name in Settings.model_fields}
     if problems := [unknown_setting(name, known) for name in variables if name not in known]:
         raise SettingsError("\n".join(problems))
-    values = EnvSettingsSource(Settings, case_sensitive=False)()
-    return {name: Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
+    given = [name for name in Settings.model_fields if variables.get(env_name(name))]  # an empty one means "not set"
+    return {name: Given(variables[env_name(name)], env_name(name)) for name in given}
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> str:

@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -50,6 +52,10 @@ def prepare_process() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # OpenBLAS's threads, one per core, would each spin for 14 ms after numpy's import and after a product.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    if "hypercorn.protocol" not in sys.modules:
+        # `headrace serve` speaks neither HTTP/2 nor WebSocket, which take longer to import than HTTP/1.1.
+        for module, name in (("h2", "H2Protocol"), ("ws_stream", "WSStream")):
+            sys.modules[f"hypercorn.protocol.{module}"] = cast(ModuleType, SimpleNamespace(**{name: None}))
 
 
 async def main(scope: Scope, receive: Receive, send: Send) -> None:

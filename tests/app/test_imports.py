@@ -26,6 +26,12 @@ def test_what_answers_first_brings_nothing_that_only_the_model_needs() -> None:
     assert not imported("import app.commands.cli, app.serving.process, app.application", names)
 
 
+def test_the_command_brings_no_protocol_that_it_does_not_speak() -> None:
+    code = "from app.__main__ import prepare_process; prepare_process(); import app.application, hypercorn.asyncio"
+    assert not imported(code, {"h2.connection", "hpack", "priority", "wsproto"})
+    assert imported("import hypercorn.asyncio, app; app.prepare_process()", {"h2.connection", "wsproto"})
+
+
 @pytest.mark.slow
 def test_an_engine_in_a_thread_brings_no_zmq() -> None:
     assert not imported("import app.serving.loading", {"zmq"})

@@ -33,6 +33,7 @@ TILES = {
 }
 MOST_ROWS = 512  # for more, writing the matrix to memory costs less than unpacking it for each tile
 EXACT_TILE = (16, 16, 4, 2)  # of float32
+ONE_ROW = (4, 16, 4)  # outputs and tiles of a program that multiplies one row, and its warps
 
 
 class QuantizedLinear:
@@ -76,7 +77,27 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
             x = (x.float() * x_scales.repeat_interleave(matrix.group or in_size, 1)[:, :in_size]).to(out_type)
         return F.linear(x, dequantized(matrix, out_type))
     output = torch.empty((num_rows, out_size), dtype=out_type, device=x.device)
-    if num_rows:
+    whole = in_size % (halves * matrix.columns) == 0
+    if num_rows == 1 and matrix.bits and whole:
+        outputs, tiles_at_once, warps = ONE_ROW
+        _quantized_row[(triton.cdiv(out_size, outputs),)](
+            output,
+            x.contiguous(),
+            matrix.numbers,
+            matrix.scales,
+            matrix.scales if matrix.zeros is None else matrix.zeros,
+            in_size,
+            out_size,
+            GROUP=matrix.group,
+            BITS=matrix.bits,
+            ZERO=matrix.zero,
+            HAS_ZEROS=matrix.zeros is not None,
+            COLUMNS=matrix.columns,
+            OUTPUTS=outputs,
+            TILES=tiles_at_once,
+            num_warps=warps,
+        )
+    elif num_rows:
         tiles: tuple[tuple[int, ...], ...] = TILES[matrix.bits]
         if matrix.bits == 4 and prefill.capability_of(x.device)[0] not in prefill.FROM_SHARED_MEMORY:
             tiles = tiles[:2]  # cards that keep operands in registers have too few for the largest tile
@@ -100,7 +121,7 @@ def quantized_linear(x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
             HAS_X_SCALES=x_scales is not None,
             HALVES=halves,
             COLUMNS=matrix.columns,
-            WHOLE=in_size % (halves * matrix.columns) == 0,
+            WHOLE=whole,
             ROWS=rows,
             OUTPUTS=outputs,
             num_warps=warps,
@@ -180,6 +201,49 @@ def _quantized_linear(
             total *= tl.load(x_scales_ptr + row, mask=in_rows, other=0.0)[None, :]
     target = output_ptr + row.to(tl.int64)[None, :] * out_size + output[:, None]
     tl.store(target, total.to(output_ptr.dtype.element_ty), mask=in_outputs[:, None] & in_rows[None, :])
+
+
+# The sum of (q - zero) x over a tile is that of (16 + q) x less (16 + zero) times that of x. The float32 number 16 + q
+# has q in the first bits of its fraction, so no number is converted or subtracted from. With 8 bits it is 256 + q.
+@triton.jit(do_not_specialize=["out_size"])
+def _quantized_row(
+    output_ptr,
+    x_ptr,
+    numbers_ptr,
+    scales_ptr,
+    zeros_ptr,
+    in_size,
+    out_size,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    ADDED: tl.constexpr = 16.0 if BITS == 4 else 256.0
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column, num_tiles = tl.arange(0, COLUMNS), in_size // (HALVES * COLUMNS)
+    total = tl.zeros([OUTPUTS, TILES], tl.float32)
+    for first in range(0, num_tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        given, used = tile < num_tiles, (output < out_size)[:, None] & (tile < num_tiles)[None, :]
+        source = (output[:, None] * num_tiles + tile[None, :]) * COLUMNS
+        numbers = tl.load(numbers_ptr + source[:, :, None] + column[None, None, :], mask=used[:, :, None], other=0)
+        for half in tl.static_range(HALVES):
+            start = (tile * HALVES + half) * COLUMNS
+            x = tl.load(x_ptr + start[:, None] + column[None, :], mask=given[:, None], other=0.0).to(tl.float32)
+            bits = ((numbers >> 4 * half) & 15).to(tl.int32) << 19 if BITS == 4 else numbers.to(tl.int32) << 15
+            weight = (bits | (0x41800000 if BITS == 4 else 0x43800000)).to(tl.float32, bitcast=True)
+            place = output[:, None] + (start // GROUP * out_size if GROUP > 0 else start * 0)[None, :]
+            zero = ZERO
+            if HAS_ZEROS:
+                zero = tl.load(zeros_ptr + place, mask=used, other=0).to(tl.float32)
+            product = tl.sum(weight * x[None, :, :], 2) - (ADDED + zero) * tl.sum(x, 1)[None, :]
+            total += product * tl.load(scales_ptr + place, mask=used, other=0.0)
+    tl.store(output_ptr + output, tl.sum(total, 1).to(output_ptr.dtype.element_ty), mask=output < out_size)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from gpu import kernels
 from gpu.checkpoint.architecture import Heads, Part, RMSNormSpec, Rope
 from gpu.kernels import add_rms_norm, gather_rows
 from gpu.kernels.dispatch import on_triton
+from gpu.kernels.product import linear
 from gpu.kernels.quantized import QuantizedLinear
 from gpu.rotary import query_scales, rotations
 from gpu.sharding import Communicator
@@ -40,7 +41,7 @@ class Product(nn.Module):
         """[R, in_features] -> [R, out_features]"""
         if self._packed is not None:
             return self._packed(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
         """Pack the matrix if that is faster. Called once, when all weights of the model are loaded."""

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from gpu.device.runner import DeviceRunner
 from gpu.device.warm_up import compile_stage, graph_memory, rehearse
+from gpu.kernels import product
 from gpu.kernels.dispatch import interpreted
 from gpu.models.decoder import CausalLM
 from gpu.models.torch_model import TorchModel
@@ -75,6 +76,7 @@ def main() -> None:
         forms[form_of(kernel, args, keywords)] = None
 
     JITFunction.run = note
+    product.LEAST_BYTES = 0  # the matrices of this model are small
     sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
     # A step that only compiles computes with memory that no kernel has written: here that holds NaN and huge numbers.
     torch.use_deterministic_algorithms(True)

@@ -31,6 +31,7 @@ from gpu.checkpoint.architecture import Heads
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels import prefill
 from gpu.kernels.dispatch import interpreted
+from gpu.kernels.product import linear
 from gpu.kernels.quantized import MOST_ROWS, MULTIPLIES_E4M3, quantized_linear
 from gpu.kernels.whole import whole_attention, whole_prompts
 from gpu.runner.rows import BatchSizes
@@ -142,7 +143,9 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.grouped_linear(zeros(4, 4096), zeros(8, 512, 4096), zeros(8, 512), groups, gather=True)
     kernels.grouped_linear(zeros(8, 2880), zeros(8, 512, 2880), None, groups, scatter=True)
     kernels.combine(zeros(8, 4096), floats(4, 2))
-    for rows in (1, MOST_ROWS + 1):
+    for rows in (1, 2):
+        linear(zeros(rows, 4096), zeros(128256, 4096))
+    for rows in (1, 2, MOST_ROWS + 1):
         quantized_linear(zeros(rows, 4096, dtype=SMALL.get(dtype, dtype)), packed(4, 128))
     quantized_linear(zeros(1, 4096, dtype=SMALL.get(dtype, dtype)), packed(0, 128))
     cache = zeros(4, 2, 8, 16, 128)
@@ -199,7 +202,7 @@ def packed(bits: int, group: int, *, has_zeros: bool = False) -> QuantizedMatrix
 
 def call_narrow(dtype: torch.dtype) -> None:
     """Products with weights of 4 and 8 bits, for any number of rows, and a cache of 8 bits."""
-    for rows in (1, 64, 512, 600):
+    for rows in (1, 2, 64, 512, 600):
         x = torch.zeros(rows, 4096, dtype=dtype)
         for bits, group in ((4, 128), (8, 0), (0, 128), (0, 0)):
             quantized_linear(x, packed(bits, group, has_zeros=bits == 4))

@@ -11,7 +11,7 @@ import pytest
 
 import gpu.kernels
 
-MULTIPLYING = ("_decode", "_prefill", "_grouped_linear", "_quantized_linear")
+MULTIPLYING = ("_decode", "_few_rows", "_prefill", "_grouped_linear", "_quantized_linear")
 # What a multiprocessor gives one block.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = ("bfloat16", "float16", "float32")
@@ -78,7 +78,7 @@ def launched_kernels() -> set[str]:
 def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
     rehearsed, later, of_stage, later_of_stage = printed("compile_census")
     # The model of the census has no experts and no quantized layers.
-    of_others = {"_grouped_linear", "_combine", "_quantized_linear", "_quantize_rows", "_dequantize"}
+    of_others = {"_grouped_linear", "_combine", "_quantized_linear", "_quantized_row", "_quantize_rows", "_dequantize"}
     assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - of_others
     assert later == []
     assert any(form.startswith("_prefill") for form in of_stage)

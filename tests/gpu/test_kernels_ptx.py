@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import triton  # noqa: F401  # before the kernels, which without a card take it only if it is there
 
 from gpu import kernels
 from gpu.kernels.attention import AttentionWork, attend_reference

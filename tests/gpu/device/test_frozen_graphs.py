@@ -90,7 +90,8 @@ class Frozen(Again):
             with torch.inference_mode():
                 for tensor in recording.taken.values():
                     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-                    whole.fill_(float("nan") if tensor.is_floating_point() else NOTHING)
+                    nothing = NOTHING if tensor.element_size() > 2 else 77
+                    whole.fill_(float("nan") if tensor.is_floating_point() else nothing)
                 for start in recording.again:
                     start()
 

@@ -4,10 +4,15 @@ A token is drawn as the winner of a race: the largest of `logit / temperature - 
 exponential variate E for each token, is distributed as the softmax of `logit / temperature`
 (Gumbel, 1954). Filters only exclude runners, so nothing is normalized.
 
-Three kernels draw. `_race` runs over all chunks of all rows: it finds the largest logit of each chunk and, in rows
-without filters, its winner. `_gather_near` copies the most likely tokens of each chunk of a row with filters; it does
-nothing in other rows. `_finish`, one program per row, finds the winner among the chunks' winners, or finds what the
-filters keep of the copies and holds the race among that.
+Three kernels draw. `_race` runs over all chunks of all rows: it finds the largest logit and the winner of each chunk.
+A filter keeps the most likely tokens down to some level. So if the winner of a whole row reaches that level, it is the
+winner of what the filters keep too, and the level itself need not be known. For rows with top-p or min-p,
+`_weigh_above` sums, in each chunk, the weights above the winner. `_finish`, one program per row, takes the winner if
+this is less than top-p; else it holds the race again among the tokens above it, with the same noise, until one passes.
+
+With top-k the first winner of a flat row rarely passes. Such rows are not raced: `_race` keeps the maximum of each 32
+tokens, and the k-th largest of these is a level that at least k tokens reach, and few others do. `_finish` copies the
+tokens that come into question, finds what the filters keep of them, and holds the race among that.
 
 Promise: the same logits, parameters, seed and position give the same token, in any batch and any row. The sampler for
 CPUs (`gpu.sampling.sampler`) inverts the cumulative distribution at one uniform number instead, which is cheaper there.
@@ -27,8 +32,8 @@ from gpu.sampling.columns import FILTERS
 from gpu.sampling.draw import cutoffs, random_bits
 
 CHUNK = 4096
-# How many tokens of a row are copied at most; more than the filters of nearly every row keep.
-CAPACITY = 16384
+GROUP = 32  # tokens of which a row with top-k has the maximum
+CAPACITY = 32768  # tokens of a row that are copied at most: in 1,024 groups, so enough for a top-k of about 1,000
 
 
 def sample_tokens(
@@ -48,37 +53,31 @@ def sample_tokens(
     """
     if not on_triton(logits):
         return sample_tokens_reference(logits, columns, rows, positions)
-    return launch(logits, columns, rows, positions)[:2]
-
-
-def launch(
-    logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw by the kernels. Returns too the lowest logit that each row keeps, float32 [S]; -inf where all are kept."""
     num_rows, vocab_size = logits.shape
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
-    levels = torch.empty(num_rows, dtype=torch.float32, device=device)
     if num_rows == 0:
-        return token_ids, finite, levels
+        return token_ids, finite
     chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
+    group = min(GROUP, chunk)
     num_chunks = triton.cdiv(vocab_size, chunk)
-    block = triton.next_power_of_2(num_chunks)
-    width = chunk // block
-    slot = min(chunk, CAPACITY // num_chunks // width * width)
-    results = torch.empty((num_rows, 5, num_chunks), dtype=torch.float32, device=device)
-    near = torch.empty((num_rows, num_chunks, slot), dtype=logits.dtype, device=device)
-    places = torch.empty(near.shape, dtype=torch.int16, device=device)
+    results = torch.empty((num_rows, 7, num_chunks), dtype=torch.float32, device=device)
+    tops = torch.empty((num_rows, num_chunks * chunk // group), dtype=logits.dtype, device=device)
+    near = torch.empty((num_rows, CAPACITY), dtype=logits.dtype, device=device)
+    places = torch.empty((num_rows, CAPACITY // group), dtype=torch.int32, device=device)
     parameters = [columns[name] for name in ("seed", "temperature", "top_k", "top_p", "min_p")]
     sizes = (logits.stride(0), vocab_size, num_chunks)
     inputs = (logits, positions, rows, *parameters, *sizes)
-    grid, fast = (num_rows, num_chunks), isinstance(_race, triton.JITFunction)
-    shape = {"CHUNK": chunk, "BLOCK": block, "SLOT": slot}
-    _race[grid](results, *inputs, FAST=fast, CHUNK=chunk, num_warps=8)
-    _gather_near[grid](results, near, places, logits, *sizes, **shape, num_warps=8)
-    _finish[(num_rows,)](token_ids, finite, levels, results, near, places, *inputs, **shape, FAST=fast, num_warps=16)
-    return token_ids, finite, levels
+    shape = {"CHUNK": chunk, "BLOCK": triton.next_power_of_2(num_chunks)}
+    race = {"FAST": isinstance(_race, triton.JITFunction), "GROUP": group}
+    _race[(num_rows, num_chunks)](results, tops, *inputs, CHUNK=chunk, **race, num_warps=8)
+    # A few programs per multiprocessor: in most steps most have nothing to do, and starting them takes time.
+    grid = (num_rows, min(num_chunks, max(8, 2048 // num_rows)))
+    _weigh_above[grid](results, logits, rows, columns["min_p"], *sizes, **shape, num_warps=8)
+    outputs = (token_ids, finite, results, tops, near, places)
+    _finish[(num_rows,)](*outputs, *inputs, **shape, **race, CAPACITY=CAPACITY, num_warps=16)
+    return token_ids, finite
 
 
 def sample_tokens_reference(
@@ -96,14 +95,15 @@ def sample_tokens_reference(
     return scores.nan_to_num(nan=float("-inf")).argmax(-1), highest.isfinite()
 
 
-# The kernels hand on five numbers for each chunk of a row: its largest logit; the row's temperature if it has filters,
-# else 0; then, without filters, its best score and winner (exact: token ids are below 2**24); with filters, the logit
-# from which on all are copied, the mass of the chunk, and how many are copied.
+# The kernels hand on seven numbers for each chunk of a row: its largest logit; the row's temperature if it has filters,
+# negative if top-k is one of them, else 0; without top-k its best score, its winner (exact: token ids are below 2**24)
+# and that one's logit; with top-p or min-p the weights above the row's winner, and those that min-p keeps.
 
 
 @triton.jit
 def _race(
     results_ptr,
+    tops_ptr,
     logits_ptr,
     positions_ptr,
     rows_ptr,
@@ -117,90 +117,69 @@ def _race(
     num_chunks,
     FAST: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = tl.load(rows_ptr + row)
     temperature = tl.load(temperature_ptr + place)
     top_k = tl.load(top_k_ptr + place)
-    filtered = ((top_k > 0) & (top_k < vocab_size)) | (tl.load(top_p_ptr + place) < 1.0)
-    filtered = (filtered | (tl.load(min_p_ptr + place) > 0.0)) & (temperature > 0)
+    by_count = (top_k > 0) & (top_k < vocab_size) & (temperature > 0)
+    filtered = (tl.load(top_p_ptr + place) < 1.0) | (tl.load(min_p_ptr + place) > 0.0)
     token_id, x = _chunk(logits_ptr + row * logits_stride, chunk, tl.arange(0, CHUNK), vocab_size, num_chunks, CHUNK)
-    target = results_ptr + row * 5 * num_chunks + chunk
+    target = results_ptr + row * 7 * num_chunks + chunk
     # A number that is not finite wins this maximum, whatever filters and noise say.
     tl.store(target, tl.max(tl.where(x == x, x, float("inf"))))
-    tl.store(target + num_chunks, tl.where(filtered, temperature, 0.0))
-    if filtered:
+    tl.store(target + num_chunks, tl.where(by_count, -temperature, tl.where(filtered, temperature, 0.0)))
+    if by_count:
+        groups: tl.constexpr = CHUNK // GROUP
+        group = (row * num_chunks + chunk) * groups + tl.arange(0, groups)
+        tl.store(tops_ptr + group, tl.max(tl.reshape(x, (groups, GROUP)), 1))
         return
     score = tl.where(x == x, x, float("-inf"))
     if temperature > 0:
         score = _score(score, token_id, temperature, tl.load(seed_ptr + place), tl.load(positions_ptr + row), FAST)
-    best = tl.max(score)
+    best, winner = _best(score, token_id, vocab_size)
     tl.store(target + 2 * num_chunks, best)
-    winner = tl.min(tl.where(score == best, token_id, vocab_size))  # the lowest of several
     tl.store(target + 3 * num_chunks, winner.to(tl.float32))
+    if filtered:  # loaded again: to keep all logits until here would need registers of other rows' programs, too
+        tl.store(target + 4 * num_chunks, tl.load(logits_ptr + row * logits_stride + winner).to(tl.float32))
 
 
 @triton.jit
-def _gather_near(
+def _weigh_above(
     results_ptr,
-    near_ptr,
-    places_ptr,
     logits_ptr,
+    rows_ptr,
+    min_p_ptr,
     logits_stride,
     vocab_size,
     num_chunks,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    results_ptr += row * 5 * num_chunks
+    results_ptr += row * 7 * num_chunks
     temperature = tl.load(results_ptr + num_chunks)
     highest = tl.max(_of_chunks(results_ptr, 0, num_chunks, float("-inf"), BLOCK))
-    if (temperature == 0) | (highest == float("inf")) | (highest == float("-inf")):
+    if (temperature <= 0) | (highest == float("inf")) | (highest == float("-inf")):
         return
-    logits_ptr += row * logits_stride
-    _all_ids, x = _chunk(logits_ptr, chunk, tl.arange(0, CHUNK), vocab_size, num_chunks, CHUNK)
-    # Tokens within 16 temperatures of the most likely one (1e-7 of its probability), or as many as fit.
-    threshold = highest - 16.0 * temperature
-    count = tl.sum((x >= threshold).to(tl.int32))
-    if count > SLOT:
-        low = threshold
-        threshold = highest
-        for _look in range(6):  # to a quarter of a temperature
-            middle = low + (threshold - low) * 0.5
-            reached = tl.sum((x >= middle).to(tl.int32))
-            fits = reached <= SLOT
-            low = tl.where(fits, low, middle)
-            threshold = tl.where(fits, middle, threshold)
-            count = tl.where(fits, reached, count)
-        threshold = tl.where(count <= SLOT, threshold, float("inf"))  # too many are about as likely as the first
-        count = tl.where(count <= SLOT, count, 0)
-    target = results_ptr + 2 * num_chunks + chunk
-    tl.store(target, threshold)
-    tl.store(target + num_chunks, tl.sum(tl.exp((x - highest) / temperature)))
-    tl.store(target + 2 * num_chunks, count.to(tl.float32))
-    first = (row * num_chunks + chunk) * SLOT
-    PART: tl.constexpr = min(1024, CHUNK)
-    part = tl.arange(0, PART)
-    found = 0
-    for start in range(0, tl.where(count > 0, CHUNK, 0), PART):
-        _part_ids, piece = _chunk(logits_ptr, chunk, start + part, vocab_size, num_chunks, CHUNK)
-        chosen = (piece >= threshold).to(tl.int32)
-        at = found + tl.cumsum(chosen, 0) - 1
-        tl.store(near_ptr + first + at, piece, mask=chosen > 0)
-        tl.store(places_ptr + first + at, (start + part).to(tl.int16), mask=chosen > 0)
-        found += tl.sum(chosen)
+    _winner_id, level = _winner(results_ptr, vocab_size, num_chunks, BLOCK)
+    floor = _floor(highest, temperature, tl.load(min_p_ptr + tl.load(rows_ptr + row)))
+    for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+        tile = tl.arange(0, CHUNK)
+        _all_ids, x = _chunk(logits_ptr + row * logits_stride, chunk, tile, vocab_size, num_chunks, CHUNK)
+        weight = _weights(x, floor, highest, temperature, True)
+        tl.store(results_ptr + 5 * num_chunks + chunk, tl.sum(tl.where(x > level, weight, 0.0)))
+        tl.store(results_ptr + 6 * num_chunks + chunk, tl.sum(weight))
 
 
 @triton.jit
 def _finish(
     token_ids_ptr,
     finite_ptr,
-    levels_ptr,
     results_ptr,
+    tops_ptr,
     near_ptr,
     places_ptr,
     logits_ptr,
@@ -217,94 +196,148 @@ def _finish(
     FAST: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLOT: tl.constexpr,
+    GROUP: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    results_ptr += row * 5 * num_chunks
+    results_ptr += row * 7 * num_chunks
     highest = tl.max(_of_chunks(results_ptr, 0, num_chunks, float("-inf"), BLOCK))
     finite = (highest > float("-inf")) & (highest < float("inf"))
     tl.store(finite_ptr + row, finite)
-    tl.store(levels_ptr + row, float("-inf"))
     temperature = tl.load(results_ptr + num_chunks)
-    if (temperature == 0) | (not finite):
-        scores = _of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK)
-        winners = _of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK)
-        winner = tl.min(tl.where(scores == tl.max(scores), winners, vocab_size))
-        tl.store(token_ids_ptr + row, tl.where(temperature == 0, winner, 0.0).to(tl.int64))
+    if (temperature != 0) & (not finite):
+        tl.store(token_ids_ptr + row, tl.zeros([], tl.int64))
         return
-
-    # A tile with a row for each chunk, which moves along the copies; and one that moves along the whole row.
-    WIDTH: tl.constexpr = CHUNK // BLOCK
-    tile = tl.arange(0, CHUNK)
-    chunk = tile // WIDTH
-    count = tl.load(results_ptr + 4 * num_chunks + chunk, mask=chunk < num_chunks, other=0.0).to(tl.int32)
-    longest = tl.max(count)
-    near = chunk * SLOT + tile % WIDTH
-    ends = chunk * SLOT + count
-    near_ptr += row * num_chunks * SLOT
-    places_ptr += row * num_chunks * SLOT
-    logits_ptr += row * logits_stride
-    threshold = tl.max(_of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK))  # all from here up are copied
-    under = tl.minimum(threshold, highest)
-    # exp(-104) is zero in float32: logits further below need not be distinguished.
-    bottom = highest - 104.0 * temperature
-
-    # min-p, then top-k: the higher of the two levels.
     place = tl.load(rows_ptr + row)
-    top_k = tl.load(top_k_ptr + place)
     top_p = tl.load(top_p_ptr + place)
     min_p = tl.load(min_p_ptr + place)
-    floor = bottom
-    if min_p > 0:
-        floor = tl.maximum(floor, highest + temperature * tl.log(min_p))
-    if (top_k > 0) & (top_k < vocab_size):
-        needed = top_k.to(tl.float32)
-        if _weigh(near_ptr, near, ends, longest, WIDTH, threshold, highest, temperature, False) >= needed:
-            kth = _search(near_ptr, near, ends, longest, WIDTH, threshold, highest, needed, highest, temperature, False)
-        else:
-            kth = _search(
-                logits_ptr, tile, vocab_size, vocab_size, CHUNK, bottom, under, needed, highest, temperature, False
-            )
-        floor = tl.maximum(floor, kth)
+    logits_ptr += row * logits_stride
+    tile = tl.arange(0, CHUNK)
 
-    # top-p, of what these leave.
-    level = floor
+    if temperature >= 0:
+        winner, level = _winner(results_ptr, vocab_size, num_chunks, BLOCK)
+        if temperature > 0:
+            floor = _floor(highest, temperature, min_p)
+            above = tl.sum(_of_chunks(results_ptr, 5, num_chunks, 0.0, BLOCK))
+            needed = top_p * tl.sum(_of_chunks(results_ptr, 6, num_chunks, 0.0, BLOCK))
+            seed = tl.load(seed_ptr + place)
+            position = tl.load(positions_ptr + row)
+            while (level < floor) | ((top_p < 1.0) & (above >= needed) & (level < highest)):
+                # Race again among the tokens above the winner: only in chunks with a winner that is not above it.
+                pivot = level
+                best = float("-inf")
+                for chunk in range(num_chunks):
+                    target = results_ptr + 2 * num_chunks + chunk
+                    score = tl.load(target)
+                    token = tl.load(target + num_chunks)
+                    at = tl.load(target + 2 * num_chunks)
+                    if (at <= pivot) | (at < floor):
+                        token_id, x = _chunk(logits_ptr, chunk, tile, vocab_size, num_chunks, CHUNK)
+                        scores = _score(x, token_id, temperature, seed, position, FAST)
+                        scores = tl.where((x > pivot) & (x >= floor), scores, float("-inf"))
+                        score, found = _best(scores, token_id, vocab_size)
+                        token = found.to(tl.float32)
+                        at = tl.load(logits_ptr + found).to(tl.float32)
+                    wins = (score > best) | ((score == best) & (token < winner))  # the lowest of several
+                    best = tl.where(wins, score, best)
+                    winner = tl.where(wins, token, winner)
+                    level = tl.where(wins, at, level)
+                weight = tl.zeros([CHUNK], tl.float32)
+                for start in range(0, vocab_size, CHUNK):
+                    x = _load(logits_ptr, tile, vocab_size, start)
+                    weight += tl.where(x > level, _weights(x, floor, highest, temperature, True), 0.0)
+                above = tl.sum(weight)
+        tl.store(token_ids_ptr + row, winner.to(tl.int64))
+        return
+
+    # Copy all groups that reach the k-th largest of the groups' maxima, if they fit.
+    temperature = -temperature
+    floor = highest - 104.0 * temperature
+    needed = tl.load(top_k_ptr + place).to(tl.float32)
+    groups = num_chunks * (CHUNK // GROUP)
+    tops_ptr += row * groups
+    low = _search(tops_ptr, tile, groups, CHUNK, floor, highest, needed, highest, temperature, False)
+    places_ptr += row * (CAPACITY // GROUP)
+    near_ptr += row * CAPACITY
+    count = 0
+    PART: tl.constexpr = min(1024, CHUNK)
+    part = tl.arange(0, PART)
+    for start in range(0, groups, PART):
+        chosen = (_load(tops_ptr, part, groups, start) >= low).to(tl.int32)
+        at = count + tl.cumsum(chosen, 0) - 1
+        tl.store(places_ptr + at, start + part, mask=(chosen > 0) & (at < CAPACITY // GROUP))
+        count += tl.sum(chosen)
+    tl.debug_barrier()
+    copied = count <= CAPACITY // GROUP
+    end = tl.where(copied, count * GROUP, vocab_size)
+    values_ptr = logits_ptr
+    if copied:
+        for start in range(0, end, CHUNK):
+            token_id = _copied_ids(places_ptr, start + tile, end, num_chunks, CHUNK, GROUP)
+            x = tl.load(logits_ptr + token_id, mask=token_id < vocab_size, other=float("-inf"))
+            tl.store(near_ptr + start + tile, x, mask=start + tile < end)
+        tl.debug_barrier()
+        values_ptr = near_ptr
+
+    # min-p and top-k: the higher of the two levels. Then top-p, of what these leave.
+    low = tl.where(copied, low, floor)
+    level = _search(values_ptr, tile, end, CHUNK, low, highest, needed, highest, temperature, False)
+    level = tl.maximum(level, _floor(highest, temperature, min_p))
     if top_p < 1.0:
-        low = tl.maximum(floor, threshold)
-        near_mass = _weigh(near_ptr, near, ends, longest, WIDTH, low, highest, temperature, True)
-        if floor >= threshold:
-            needed = top_p * near_mass
-        elif floor == bottom:
-            needed = top_p * tl.sum(_of_chunks(results_ptr, 3, num_chunks, 0.0, BLOCK))
-        else:
-            needed = top_p * _weigh(logits_ptr, tile, vocab_size, vocab_size, CHUNK, floor, highest, temperature, True)
-        if near_mass >= needed:
-            level = _search(near_ptr, near, ends, longest, WIDTH, low, highest, needed, highest, temperature, True)
-        else:
-            level = _search(
-                logits_ptr, tile, vocab_size, vocab_size, CHUNK, floor, under, needed, highest, temperature, True
-            )
-    tl.store(levels_ptr + row, level)
-
+        needed = top_p * _weigh(values_ptr, tile, end, CHUNK, level, highest, temperature, True)
+        level = _search(values_ptr, tile, end, CHUNK, level, highest, needed, highest, temperature, True)
     seed = tl.load(seed_ptr + place)
     position = tl.load(positions_ptr + row)
     best = tl.full([CHUNK], float("-inf"), tl.float32)
     winner = tl.zeros([CHUNK], tl.int32) + vocab_size
-    copied = level >= threshold
-    step = tl.where(copied, WIDTH, CHUNK)
-    for start in range(0, tl.where(copied, longest, vocab_size), step):
+    for start in range(0, end, CHUNK):
+        x = _load(values_ptr, tile, end, start)
+        token_id = start + tile
         if copied:
-            x = _load(near_ptr, near, ends, start)
-            at = tl.load(places_ptr + start + near, mask=start + near < ends, other=0).to(tl.int32)
-            token_id = _token_ids(chunk, at, num_chunks, CHUNK)
-        else:
-            x = _load(logits_ptr, tile, vocab_size, start)
-            token_id = tile + start
+            token_id = _copied_ids(places_ptr, token_id, end, num_chunks, CHUNK, GROUP)
         score = tl.where(x >= level, _score(x, token_id, temperature, seed, position, FAST), float("-inf"))
-        wins = (score > best) | ((score == best) & (token_id < winner))  # the lowest of several
+        wins = (score > best) | ((score == best) & (token_id < winner))
         best = tl.where(wins, score, best)
         winner = tl.where(wins, token_id, winner)
-    tl.store(token_ids_ptr + row, tl.min(tl.where(best == tl.max(best), winner, vocab_size)).to(tl.int64))
+    _score_of_best, token = _best(best, winner, vocab_size)
+    tl.store(token_ids_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _best(score, token_id, vocab_size):
+    """Return the best score and its token, the lowest of several."""
+    best = tl.max(score)
+    return best, tl.min(tl.where(score == best, token_id, vocab_size))
+
+
+@triton.jit
+def _at(token, token_id, x):
+    """Return the logit of one token."""
+    return tl.max(tl.where(token_id == token, x, float("-inf")))
+
+
+@triton.jit
+def _winner(results_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr):
+    """Return the winner of a row, float32, and its logit."""
+    scores = _of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK)
+    winners = _of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK)
+    _score_of_best, winner = _best(scores, winners, vocab_size)
+    return winner, _at(winner, winners, _of_chunks(results_ptr, 4, num_chunks, float("-inf"), BLOCK))
+
+
+@triton.jit
+def _floor(highest, temperature, min_p):
+    """Return the lowest logit that min-p keeps. exp(-104) is zero in float32: logits further below need not be
+    distinguished."""
+    return highest + temperature * tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), -104.0)
+
+
+@triton.jit
+def _copied_ids(places_ptr, index, end, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """Return the tokens at indices of a row's copies."""
+    group = tl.load(places_ptr + index // GROUP, mask=index < end, other=0)
+    places: tl.constexpr = CHUNK // GROUP
+    return _token_ids(group // places, group % places * GROUP + index % GROUP, num_chunks, CHUNK)
 
 
 @triton.jit
@@ -394,13 +427,10 @@ def _finalize(x):
 # -------------------------------------------------------------------------------------------------------------- cutoffs
 # Top-k, top-p and min-p as the lowest logit that a row keeps, found by search instead of by sorting.
 #
-# The tokens that matter are rarely more than a few hundred, so the searches run over the copies of `_gather_near`; the
-# whole row is searched only where these do not suffice (a nucleus of more than ten thousand tokens). A search bisects
-# between two logits, and each look moves both ends to logits that occur, so it ends on one, after about as many looks
-# as a logit has significant bits: ten for bfloat16. Sums are made in the same order whatever else is in the batch.
-#
-# Values to search are given as a tile of indices from a pointer on, the index where the values of each end, how far the
-# tile moves in all, and how far at a step.
+# Only rows with top-k are searched: copies of the tokens that come into question, or the whole row where these do not
+# fit. A search bisects between two logits, and each look moves both ends to logits that occur, so it ends on one, after
+# about as many looks as a logit has significant bits: ten for bfloat16. Sums are made in the same order whatever else
+# is in the batch. Values to search are given as a pointer to `end` of them, and a tile of the first indices.
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -415,9 +445,9 @@ def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor],
 
 
 @triton.jit
-def _load(values_ptr, tile, ends, start):
+def _load(values_ptr, tile, end, start):
     index = start + tile
-    return tl.load(values_ptr + index, mask=index < ends, other=float("-inf")).to(tl.float32)
+    return tl.load(values_ptr + index, mask=index < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -427,17 +457,15 @@ def _weights(x, level, highest, temperature, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _weigh(values_ptr, tile, ends, end, STEP: tl.constexpr, level, highest, temperature, BY_MASS: tl.constexpr):
+def _weigh(values_ptr, tile, end, STEP: tl.constexpr, level, highest, temperature, BY_MASS: tl.constexpr):
     weight = tl.zeros(tile.shape, tl.float32)
     for start in range(0, end, STEP):
-        weight += _weights(_load(values_ptr, tile, ends, start), level, highest, temperature, BY_MASS)
+        weight += _weights(_load(values_ptr, tile, end, start), level, highest, temperature, BY_MASS)
     return tl.sum(weight)
 
 
 @triton.jit
-def _search(
-    values_ptr, tile, ends, end, STEP: tl.constexpr, low, high, needed, highest, temperature, BY_MASS: tl.constexpr
-):
+def _search(values_ptr, tile, end, STEP: tl.constexpr, low, high, needed, highest, temperature, BY_MASS: tl.constexpr):
     """Return the largest value such that the values from it up weigh `needed`; else `low`. It is at most `high`."""
     looks = 0
     while (low < high) & (looks < 96):  # it ends long before; this only bounds what a NaN could do
@@ -447,7 +475,7 @@ def _search(
         above = tl.full(tile.shape, float("inf"), tl.float32)
         below = tl.full(tile.shape, float("-inf"), tl.float32)
         for start in range(0, end, STEP):
-            x = _load(values_ptr, tile, ends, start)
+            x = _load(values_ptr, tile, end, start)
             weight += _weights(x, middle, highest, temperature, BY_MASS)
             above = tl.minimum(above, tl.where(x >= middle, x, float("inf")))
             below = tl.maximum(below, tl.where(x >= middle, float("-inf"), x))

@@ -186,6 +186,8 @@ class KernelSpeed:
                 ("temperature", {}),
                 ("top-k 50 and top-p 0.9", {"top_k": 50, "top_p": 0.9}),
                 ("top-p 0.95", {"top_p": 0.95}),
+                ("flat, top-p 0.95", {"top_p": 0.95, "temperature": 1.5}),
+                ("top-k 1,000 and top-p 0.95", {"top_k": 1000, "top_p": 0.95}),
             ):
                 columns = make_columns(batch, self.timer.device, **values)
                 self._add(

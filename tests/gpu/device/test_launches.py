@@ -137,7 +137,7 @@ def test_little_is_started_around_the_layers_and_steps_with_prompts_are_graphs_a
         plan_of({"r0": 1, "r1": 1}),
         plan_of({"r0": 1, "r2": 3}, new=everyone[2:], going_on=["r2"]),
     ]
-    inputs, draw = ["_step_inputs", "_gather_rows"], ["linear", "_race", "_gather_near", "_finish", "_record_step"]
+    inputs, draw = ["_step_inputs", "_gather_rows"], ["linear", "_race", "_weigh_above", "_finish", "_record_step"]
     with interpreted():
         while executor.runner.prepare():
             pass

@@ -9,7 +9,7 @@ import torch
 
 from gpu.device.tables import device_columns
 from gpu.kernels import compute_logprobs, sample_tokens
-from gpu.kernels.sample import cutoffs_reference, exponential_noise, launch, sample_tokens_reference
+from gpu.kernels.sample import cutoffs_reference, exponential_noise, sample_tokens_reference
 from tests.selection import slow_except
 
 
@@ -71,15 +71,13 @@ def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_reference_draws(
 
 
 @pytest.mark.slow
-def test_cutoffs_keep_what_sorting_keeps(form):
+def test_cutoffs_keep_what_sorting_keeps():
     rng = random.Random(7)
     torch.manual_seed(7)
     rows = [random_row(rng) for _ in range(12)] + [{"top_p": 0.9}, {"top_k": 4500}, {"top_p": 0.999, "top_k": 4400}]
     logits = torch.randn(len(rows), 4700) * torch.tensor([0.1, 1.0, 5.0] * 5).unsqueeze(1)
     columns, places = make_columns(rows), torch.arange(len(rows))
     levels = cutoffs_reference(logits, columns, places)
-    if form == "kernel":
-        _, _, levels = launch(logits, columns, places, places)
     for i, row in enumerate(rows):
         probs = (logits[i].double() / row.get("temperature", 1.0)).softmax(0)
         order = probs.argsort(descending=True)
@@ -139,7 +137,7 @@ ALIKE: list[dict[str, float]] = [
 )
 def test_rows_of_every_shape_draw_what_the_reference_does(monkeypatch, kind):
     monkeypatch.setattr("gpu.kernels.sample.CHUNK", 256)
-    monkeypatch.setattr("gpu.kernels.sample.CAPACITY", 768)  # of 1625, in 7 chunks: flat rows are not copied whole
+    monkeypatch.setattr("gpu.kernels.sample.CAPACITY", 768)  # of 1625: with top-k 1500, or ties, rows are not copied
     torch.manual_seed(3)
     vocab_size = 1625
     normal = torch.randn(vocab_size)
@@ -162,9 +160,24 @@ def test_rows_of_every_shape_draw_what_the_reference_does(monkeypatch, kind):
     assert draw(logits[:1], rows[4:5], [5]) == token_ids[4:5]
 
 
+@pytest.mark.slow
+def test_a_winner_outside_the_filters_gives_way_to_the_next_of_the_same_race(monkeypatch):
+    monkeypatch.setattr("gpu.kernels.sample.CHUNK", 128)
+    torch.manual_seed(5)
+    logits = torch.randn(1, 900).round(decimals=1).repeat(16, 1)  # flat, and many are equal
+    strict: list[dict[str, float]] = [{"top_p": 0.1}, {"top_p": 0.4, "min_p": 0.05}, {"min_p": 0.6}, {"top_k": 9}]
+    rows = [{"temperature": 1.5, "seed": seed, **strict[seed % 4]} for seed in range(16)]
+    columns, places = make_columns(rows), torch.arange(16)
+    wanted, _ = sample_tokens_reference(logits, columns, places, places)
+    unfiltered = columns | {"top_p": torch.ones(16), "min_p": torch.zeros(16), "top_k": torch.zeros(16).int()}
+    first, _ = sample_tokens_reference(logits, unfiltered, places, places)
+    assert (first != wanted).sum() > 8
+    assert torch.equal(sample_tokens(logits, columns, places, places)[0], wanted)
+
+
 @pytest.mark.parametrize("dtype", slow_except([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16))
-def test_the_last_token_kept_brings_all_that_tie_with_it(form, dtype):
-    # Three tie for the largest, 40 at each of 100 levels below; the copies of these tokens overflow.
+def test_the_last_token_kept_brings_all_that_tie_with_it(dtype):
+    # Three tie for the largest, 40 at each of 100 levels below.
     levels = torch.arange(4040) // 40
     logits = torch.cat([torch.full((3,), 8.0), 7.0 - levels / 16, torch.full((900,), -60.0)])[torch.randperm(4943)]
     edge: list[dict[str, float]] = [{"top_k": k} for k in (1, 3, 4, 43, 44)]
@@ -172,10 +185,10 @@ def test_the_last_token_kept_brings_all_that_tie_with_it(form, dtype):
     columns, places = make_columns(rows), torch.arange(len(rows))
     logits = logits.to(dtype).repeat(len(rows), 1)
     kept = cutoffs_reference(logits, columns, places)
-    if form == "kernel":
-        _, _, kept = launch(logits, columns, places, places)
     counts = [int((row.float() >= level).sum()) for row, level in zip(logits, kept, strict=True)]
     assert counts == [3, 3, 43, 43, 83, 3 + 9 * 40]
+    wanted, _ = sample_tokens_reference(logits, columns, places, places)
+    assert torch.equal(sample_tokens(logits, columns, places, places)[0], wanted)
 
 
 def test_seeds_and_positions_draw_independently():

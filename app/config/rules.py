@@ -5,6 +5,23 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from gpu.host import cuda_devices, has_torch
+
+# On CUDA, where a step of hundreds of tokens takes about as long as one of a few. A thread that launches a device's
+# work waits too long for the lock of an interpreter that serves, too: it gets a process.
+DEFAULTS_ON_CUDA: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "engine": "process"}
+
+
+def defaults_of_device(settings: Any) -> dict[str, Any]:
+    """Return the defaults of settings that are not given and differ on this machine's device. A smaller token budget
+    that is given lowers the number of requests."""
+    if settings.device == "cpu" or not cuda_devices() or not has_torch():
+        return {}
+    chosen = {name: value for name, value in DEFAULTS_ON_CUDA.items() if name not in settings.model_fields_set}
+    if "max_num_seqs" in chosen and "max_num_batched_tokens" not in chosen:
+        chosen["max_num_seqs"] = min(chosen["max_num_seqs"], settings.max_num_batched_tokens)
+    return chosen
+
 
 def check_together(settings: Any) -> None:
     """Raise a ValueError that names the settings that exclude each other, and values that work."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from app.config.rules import check_together
+from app.config.rules import check_together, defaults_of_device
 from app.config.setting_types import Keys, StringList, Tables, UserPath, is_secret, spelled
 from engine.errors import HeadraceError
 from protocol.syntax.reasoning import ReasoningParser, ToolParser
@@ -104,7 +104,7 @@ class Settings(BaseModel):
     engine: Literal["thread", "process"] = Field(
         "thread",
         description="Where the engine runs: in a thread of the server, or in its own process. Several engines or ranks "
-        "always have processes.",
+        "always have processes. Default on CUDA: process.",
     )
     data_parallel_size: int = Field(
         1, description="Engines that share the requests, each with all weights and its own KV cache.", ge=1, le=64
@@ -135,10 +135,13 @@ class Settings(BaseModel):
     max_model_len: int | None = Field(
         None, description="Longest prompt plus output, in tokens. Default: the model's limit.", ge=1, examples=[2048]
     )
-    max_num_seqs: int = Field(64, description="Limit of requests that run at once.", ge=1, le=65536)
+    max_num_seqs: int = Field(
+        64, description="Limit of requests that run at once. Default on CUDA: 256.", ge=1, le=65536
+    )
     max_num_batched_tokens: int = Field(
         512,
-        description="Token budget of one step: limits how much a long prompt delays running streams.",
+        description="Token budget of one step: limits how much a long prompt delays running streams. Default on CUDA: "
+        "2048.",
         ge=1,
         le=2**20,
     )
@@ -489,6 +492,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
+        self.__dict__.update(defaults_of_device(self))  # they stay out of `model_fields_set`: the user gave none
         check_together(self)
         return self
 

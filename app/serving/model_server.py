@@ -294,7 +294,10 @@ def _is_lack_of_memory(error: BaseException | None) -> bool:
 
 def _lack_of_memory(cause: BaseException) -> SettingsError:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    words = "There is not enough memory to load the model. What works: a smaller kv_cache_memory, num_threads or model"
+    words = (
+        "There is not enough memory to load the model. What works: a smaller kv_cache_memory, num_threads, "
+        "max_num_batched_tokens or model"
+    )
     if limit != resource.RLIM_INFINITY:
         words += (
             f", or more address space: this process may have {limit / 2**30:.1f} GiB (ulimit -v), and mapped "

@@ -229,6 +229,25 @@ def test_settings_do_not_change() -> None:
         Settings().port = 1  # type: ignore[misc]  # mypy, too, says so
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (256, 2048, "process")),
+        ({"device": "cpu"}, (64, 512, "thread")),
+        ({"max_num_batched_tokens": "100"}, (100, 100, "process")),
+        ({"max_num_seqs": "1000", "engine": "thread"}, (1000, 2048, "thread")),
+    ],
+)
+def test_a_cuda_device_changes_defaults_and_nothing_that_is_given(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], wanted: tuple[int, int, str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = load_settings(given)
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens, settings.engine) == wanted
+    assert settings.model_fields_set == set(given)
+    assert Settings(**settings.without_secrets()).max_num_seqs == wanted[0]
+
+
 def test_building_settings_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_PORT", "1234")
     assert Settings().port == 8000

@@ -49,12 +49,12 @@ def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
     assert int((tables.buffer != 0).sum()) == 2 + 2 + 1 + 6 + 6 + 6
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 256, 1000])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 256, 1000, 2048])
 def test_the_ladder_has_a_size_for_every_batch_up_to_its_largest(max_num_seqs: int) -> None:
     sizes = ladder(max_num_seqs)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(max_num_seqs, LARGEST)
-    assert len(sizes) <= 30
+    assert len(sizes) <= 40
     order: list[tuple[str, int]] = []
     graphs = StepGraphs(Again(), max_num_seqs, max_num_seqs, lambda kind, size: order.append((kind, size)))
     assert graphs.find("step", 1) is None

@@ -19,6 +19,7 @@ from gpu.kernels.attention import attend_reference
 from gpu.kernels.elementwise import add_rms_norm_reference
 from gpu.kernels.logits import apply_penalties_reference, row_statistics_reference
 from gpu.kernels.prefill import capability_of
+from gpu.kernels.product import linear
 from gpu.kernels.quantized import quantize_rows, quantized_linear
 from gpu.kernels.rope import rope_and_cache_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
@@ -86,6 +87,14 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
         source, indices = random(50, 1100), torch.randint(0, 50, (33,), device=device)
         return relative_error(kernels.gather_rows(source, indices), source[indices])
 
+    def products() -> float:
+        weight, bias, errors = random(1000, 576 if tiny else 4096), random(1000), []
+        for rows in (1, 2, 16):
+            x = random(rows, weight.shape[1])
+            errors.append(relative_error(linear(x, weight, bias), x.double() @ weight.double().T + bias.double()))
+        return max(errors)
+
+    yield "linear", "1 to 16 rows", products
     yield "add_rms_norm", "33 rows", norm
     yield "silu_and_mul", "33 rows", activation
     yield "gather_rows", "33 rows", gather

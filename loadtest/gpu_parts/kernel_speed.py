@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import kernels
 from gpu.kernels import attention
+from gpu.kernels.product import MOST_ROWS, linear
 from gpu.kernels.quantized import quantized_linear
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged, make_quantized
 from loadtest.gpu_parts.report import Report
@@ -225,6 +226,8 @@ class KernelSpeed:
                 floor = self.card.seconds(num_bytes, 2 * rows * out_size * in_size)
                 seconds = self.timer.seconds(partial(F.linear, x, weight))
                 self.report.add("cuBLAS", f"{name}, {rows} rows", seconds * 1e6, "us", floor * 1e6)
+                if rows <= MOST_ROWS:
+                    self._add("linear", f"{name}, {rows} rows", partial(linear, x, weight), num_bytes)
 
     def quantized(self) -> None:
         """Time a layer's widest product with quantized weights, to be compared with cuBLAS in 16 bits."""

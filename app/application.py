@@ -40,7 +40,7 @@ from app.observability.logs import configure_logging
 from app.routes import generation, ollama, operations, pages, responses
 from app.routes.generation import dialect_handlers
 from app.routes.scoring import scoring_handlers
-from app.runtime import measure_lag
+from app.runtime import SWITCH_SECONDS, measure_lag
 from app.serving.endpoint import Endpoint, refuse_with
 from app.serving.model_pool import ModelPool, PoolHandler
 from app.serving.model_server import ModelHandler
@@ -122,6 +122,7 @@ def create_app(settings: Settings, *, inherited: bool = False, certificate: Cert
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        sys.setswitchinterval(SWITCH_SECONDS)
         # Not earlier: Hypercorn imports the worker that serves this application just before the lifespan.
         patch_hypercorn(guard)
         outlive_lack_of_descriptors()

@@ -89,6 +89,7 @@ def _num_logprobs(positions: list[TokenLogprobs]) -> int:
 # until it waits again. Other processes make no hold longer, so a long hold is a fault of the handler, and tests fail
 # for it.
 
+SWITCH_SECONDS: Final = 0.0005  # the loop waits so long for a thread that holds the interpreter's lock; Python: 0.005
 LAG_PERIOD: Final = 0.05  # seconds between two measurements of the lag; a shorter period would load an idle machine
 LONG_HOLD: Final = 0.05  # seconds; a longer one is logged
 

@@ -100,7 +100,7 @@ lock: $(VENV)/.dev
 	@mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) tests/integration/npm/node_modules build *.egg-info gpu/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) tests/integration/npm/node_modules build *.egg-info gpu/cpu/*.so app/http/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # ------------------------------------------------------------------------------------------- the environment
 # A stamp is as new as the last install, so a second run starts at once. setuptools is installed first and the build
@@ -119,7 +119,7 @@ $(VENV)/.pip: | $(BIN)/python
 	  { rm -rf $(VENV); echo "$(PYTHON) has no ensurepip. On Debian: apt install python3-venv" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/*) | $(VENV)/.pip
+$(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/* app/http/csrc/*) | $(VENV)/.pip
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[torch]'

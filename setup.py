@@ -1,7 +1,7 @@
-"""Builds the C++ library of gpu/cpu; everything else about the project is in pyproject.toml.
+"""Builds the C++ library of gpu/cpu and the sender of app/http; everything else about the project is in pyproject.toml.
 
 One build for each kind of processor that it is for, so that an installed Headrace chooses when it starts. Elsewhere,
-and where there is no compiler, the installation goes on without, and models run on torch.
+and where there is no compiler, the installation goes on without, models run on torch, and Python sends the frames.
 """
 
 import platform
@@ -44,6 +44,16 @@ setup(
         )
         for name, build in BUILDS.items()
         if platform.machine() == build.machine
+    ]
+    + [
+        Extension(
+            "app.http._step_writes",
+            ["app/http/csrc/step_writes.cpp"],
+            language="c++",
+            extra_compile_args=["-std=c++20", "-O2", "-g0"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
     ],
     cmdclass={"build_ext": BuildApart},
 )

@@ -30,10 +30,9 @@ from app.http.hypercorn import (
     drain_before_shutdown,
     end_parent,
     end_with_parent,
-    outlive_lack_of_descriptors,
     patch_hypercorn,
 )
-from app.http.listening import Certificate, stop_listening
+from app.http.listening import Certificate, outlive_lack_of_descriptors, stop_listening
 from app.http.middleware import UPLOAD_PATH, Access, Authentication, BrowserCheck, CrossOrigin, HeadCheck
 from app.http.scope import Handler
 from app.observability.logs import configure_logging

@@ -23,7 +23,8 @@ has the patches that concern single requests. What the first part promises, and 
    accept connections before they can be counted, so the backlog is limited. If descriptors run out all the same,
    asyncio logs it a thousand times with a traceback each; here it is logged once.
 7. A piece of a stream can be written straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn
-   and h11 it passes fifteen calls, locks and checks, which cost several times what making the piece costs.
+   and h11 it passes fifteen calls, locks and checks, which cost several times what making the piece costs. With
+   `app/http/csrc/step_writes.cpp` the pieces of a step are sent together, except those for TLS and for lagging clients.
 8. The parts of an answer that are ready together are written together. Hypercorn writes the head, the body and the end
    of the body one by one, and each costs a system call here and one at the client.
 """
@@ -31,10 +32,8 @@ has the patches that concern single requests. What the first part promises, and 
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -43,8 +42,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from http import HTTPStatus
@@ -66,6 +65,12 @@ from hypercorn.utils import ShutdownError
 from app.http.connections import ConnectionGuard, log_other_scheme
 from app.http.listening import serve_listeners, start_server
 from protocol.errors import ApiError
+
+_step_writes: Any
+try:
+    from app.http import _step_writes  # type: ignore[attr-defined,no-redef]
+except ImportError:  # it was not compiled
+    _step_writes = None
 
 logger = logging.getLogger(__name__)
 
@@ -104,31 +109,6 @@ async def _start_server(
     server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **tls)
     sock.listen(waiting)
     return server
-
-
-def outlive_lack_of_descriptors() -> None:
-    """Log a lack of descriptors on asyncio at most once per second (point 6). uvloop closes a connection that cannot be
-    accepted, and trio waits a tenth of a second."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:  # on trio
-        return
-    others = loop.get_exception_handler()
-    last = -math.inf
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal last
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            if time.monotonic() - last >= 1:
-                last = time.monotonic()
-                logger.error("No connection can be accepted for a moment: %s", error.strerror)
-        elif others is not None:
-            others(loop, context)
-        else:
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)
 
 
 def drain_before_shutdown(
@@ -199,6 +179,7 @@ class ServerConnection:
     head_since: float | None = None
     closing_since: float | None = None
     _transport: Any = None  # on asyncio only
+    _descriptor = -1  # for `_step_writes`; -1 if it must not write
     _client_gone = False
     _num_sending = 0
     _sending_since = 0.0
@@ -212,6 +193,9 @@ class ServerConnection:
         if hasattr(self, "writer"):
             self._transport = self.writer.transport
             self._transport.set_write_buffer_limits(high=WRITE_BUFFER)
+            has_tls = hasattr(self.writer, "handshake") or self._transport.get_extra_info("sslcontext") is not None
+            with suppress(*_SOCKET_IS_GONE):
+                self._descriptor = -1 if has_tls or _step_writes is None else self._socket().fileno()
         try:
             await self._run_guarded()
         except Exception:
@@ -332,7 +316,10 @@ class ServerConnection:
 
     def write_piece(self, data: bytes) -> None:
         """Write a chunk of an HTTP/1.1 body in chunked transfer encoding. The head must have been sent."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        transport, piece = self._transport, b"%x\r\n%b\r\n" % (len(data), data)
+        is_free = self._descriptor >= 0 and not transport.get_write_buffer_size()  # nothing goes before this piece
+        if not (is_free and _step_writes.add(transport, self._descriptor, piece)):
+            transport.write(piece)
 
     def _socket(self) -> Any:
         if hasattr(self, "writer"):
@@ -411,6 +398,19 @@ class ServerConnection:
             await super().protocol_send(event)  # type: ignore[misc]
         elif self.guard is not None:
             (self.guard.idle if event.idle else self.guard.busy)(self)
+
+
+@contextmanager
+def written_together() -> Iterator[None]:
+    """Send the pieces that the block writes together, at its end. It must not wait, nor write two for a connection."""
+    if _step_writes is None or not _step_writes.begin():
+        yield
+        return
+    try:
+        yield
+    finally:
+        for transport, unsent in _step_writes.end():
+            transport.write(unsent)
 
 
 # ---------------------------------------------------------------------------------------------------- hypercorn streams

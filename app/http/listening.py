@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import logging
+import math
 import os
 import socket
 import ssl
 import struct
+import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
@@ -208,3 +211,28 @@ def notify(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, suppress(OSError):
             channel.setblocking(False)
             channel.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def outlive_lack_of_descriptors() -> None:
+    """Log a lack of descriptors on asyncio at most once per second. uvloop closes a connection that cannot be accepted,
+    and trio waits a tenth of a second."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # on trio
+        return
+    others = loop.get_exception_handler()
+    last = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if time.monotonic() - last >= 1:
+                last = time.monotonic()
+                logger.error("No connection can be accepted for a moment: %s", error.strerror)
+        elif others is not None:
+            others(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)

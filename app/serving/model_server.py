@@ -18,6 +18,7 @@ from pydantic import ByteSize
 
 from app.admission.admission import Admission
 from app.config.settings import MIB, Settings, SettingsError
+from app.http.hypercorn import written_together
 from app.http.scope import RequestScope
 from app.observability.metrics import Metrics
 from app.runtime import frozen_imports
@@ -239,7 +240,14 @@ class ModelServer(PooledModel):
             await to_thread.run_sync(loading.join_ray)
         files = replace(files, progress=self._report_or_end)
         client = loading.make_client(self.settings, files, self.start_up.report, grammars, process)
-        llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
+        llm = AsyncLLM(
+            client,
+            files.tokenizer,
+            grammars=grammars,
+            observer=self.metrics,
+            seed=self.settings.seed,
+            together=written_together,
+        )
         llm.on_step_costs = self.admission.wait.set_costs
         self.admission.wait.count_engines = lambda: llm.num_engines
         async with llm.running(), anyio.create_task_group() as task_group:

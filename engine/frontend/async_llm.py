@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import overload
 
 import anyio
@@ -57,8 +57,10 @@ class AsyncLLM:
         observer: Observer | None = None,
         seed: int | None = None,
         clock: Clock = time.monotonic,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Make a front end. Without `grammars`, requests for structured output are refused."""
+        """Make a front end. Without `grammars`, requests for structured output are refused. The streams' listeners are
+        called in the context `together`, one for each delivery of the engine."""
         self.vocabulary = grammars.vocabulary if grammars is not None else Vocabulary(tokenizer)
         self.ready: messages.EngineReady | None = None
         self.error: BaseException | None = None
@@ -72,6 +74,7 @@ class AsyncLLM:
         self._inputs: InputProcessor | None = None
         self._observer = observer or Observer()
         self._clock = clock
+        self._together = together
         self._outputs = OutputProcessor(self.vocabulary, self._observer, clock)
         self._loaded = anyio.Event()  # set when the model is loaded, or loading has failed
         self._dead = anyio.Event()
@@ -259,7 +262,8 @@ class AsyncLLM:
         started = time.thread_time()
         for event in events:
             self._take(event)
-        failed = self._outputs.hand_over()
+        with self._together():
+            failed = self._outputs.hand_over()
         if failed:
             self._client.send(commands.FinishRequests(failed, messages.FinishReason.ABORT))
         self._observer.on_delivery(time.thread_time() - started)

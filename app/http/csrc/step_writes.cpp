@@ -1,0 +1,133 @@
+// The frames that one step of the engine writes to its streams. The event loop adds them between `begin` and `end`.
+// A helper thread sends frames while the loop adds more, so that the kernel's work for one and Python's for the next
+// overlap. `end` sends the others, without the interpreter's lock, and returns what the sockets did not take.
+//
+// 1. `begin` and `end` are called in one turn of the loop. So while a frame waits or is being sent, no descriptor is
+//    closed, and its number cannot become that of another connection.
+// 2. There is at most one frame for a descriptor, so the frames of a stream keep their order.
+// 3. No send waits for a client. Errors are left to the transport, which gets the frame back.
+// 4. There is one batch in a process. `begin` refuses a second event loop until `end`.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <system_error>
+#include <thread>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0  // Python ignores the signal anyway
+#endif
+
+namespace {
+
+constexpr long ROOM = 4096;  // frames
+constexpr long WORTH_HELP = 8;  // frames that wait; to wake a thread costs as much as to send a frame
+constexpr long WORTH_RELEASE = 4;  // frames; where another thread is busy, to get the lock back takes up to 5 ms
+
+struct Frame {
+  int descriptor;
+  PyObject *transport, *data;
+  Py_ssize_t sent;  // bytes
+};
+
+Frame frames[ROOM];  // a ring
+unsigned long owner = 0;  // the thread that has begun a batch; guarded by the interpreter's lock, as the next two
+long num_ended = 0;  // frames of earlier batches, counted from the start as those below
+bool has_helper = false;
+std::atomic<long> num_added{0}, num_taken{0}, num_done{0};
+std::atomic<int> is_awake{0};  // the helper
+
+// Send frames until none waits. Each is taken by one thread.
+void send_frames() {
+  long number = num_taken.load();
+  while (number < num_added.load(std::memory_order_acquire)) {
+    if (!num_taken.compare_exchange_weak(number, number + 1)) continue;
+    Frame& frame = frames[number % ROOM];
+    frame.sent = send(frame.descriptor, PyBytes_AS_STRING(frame.data), PyBytes_GET_SIZE(frame.data),
+                      MSG_DONTWAIT | MSG_NOSIGNAL);
+    num_done.fetch_add(1, std::memory_order_release);
+    number = num_taken.load();
+  }
+}
+
+void help() {
+  for (;;) {
+    send_frames();
+    is_awake = 0;
+    is_awake.wait(0);
+  }
+}
+
+void call_helper() {
+  is_awake = 1;
+  if (has_helper) return is_awake.notify_one();
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // the helper gets no signals
+  try {
+    std::thread(help).detach();  // it lives as long as the process
+    has_helper = true;
+  } catch (const std::system_error&) {  // the process may have no more threads
+    is_awake = 0;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+PyObject* begin(PyObject*, PyObject*) {
+  if (owner != 0) Py_RETURN_FALSE;
+  owner = PyThread_get_thread_ident();
+  Py_RETURN_TRUE;
+}
+
+PyObject* add(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  const int descriptor = count == 3 && PyBytes_Check(given[2]) ? static_cast<int>(PyLong_AsLong(given[1])) : -1;
+  if (descriptor < 0) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "add takes a transport, its descriptor and bytes");
+    return nullptr;
+  }
+  const long number = num_added.load(std::memory_order_relaxed);
+  if (owner != PyThread_get_thread_ident() || number - num_ended == ROOM) Py_RETURN_FALSE;
+  frames[number % ROOM] = {descriptor, Py_NewRef(given[0]), Py_NewRef(given[2]), 0};
+  num_added.store(number + 1, std::memory_order_release);
+  if (number + 1 - num_taken.load(std::memory_order_relaxed) >= WORTH_HELP && is_awake == 0) call_helper();
+  Py_RETURN_TRUE;
+}
+
+PyObject* end(PyObject*, PyObject*) {
+  const long all = num_added.load(std::memory_order_relaxed);
+  PyThreadState* state = all - num_ended >= WORTH_RELEASE ? PyEval_SaveThread() : nullptr;
+  send_frames();
+  while (num_done.load(std::memory_order_acquire) != all) std::this_thread::yield();  // the helper's
+  if (state != nullptr) PyEval_RestoreThread(state);
+  PyObject* unsent = PyList_New(0);
+  for (; num_ended < all; ++num_ended) {
+    Frame& frame = frames[num_ended % ROOM];
+    const Py_ssize_t sent = frame.sent > 0 ? frame.sent : 0, left = PyBytes_GET_SIZE(frame.data) - sent;
+    if (left > 0 && unsent != nullptr) {
+      PyObject* each = Py_BuildValue("(Oy#)", frame.transport, PyBytes_AS_STRING(frame.data) + sent, left);
+      if (each == nullptr || PyList_Append(unsent, each) != 0) Py_CLEAR(unsent);
+      Py_XDECREF(each);
+    }
+    Py_DECREF(frame.transport);
+    Py_DECREF(frame.data);
+  }
+  owner = 0;
+  return unsent;
+}
+
+PyMethodDef functions[] = {
+    {"begin", begin, METH_NOARGS, "Begin a batch. Return False if another thread has one."},
+    {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL,
+     "Take a frame for the descriptor of a transport. Return False without a batch of this thread, or without room."},
+    {"end", end, METH_NOARGS, "End the batch. Return a list of (transport, bytes): what the sockets did not take."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_step_writes", nullptr, -1, functions};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__step_writes() { return PyModule_Create(&module); }

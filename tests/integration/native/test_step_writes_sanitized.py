@@ -1,0 +1,58 @@
+"""The extension that sends the frames of a step, under the compiler's sanitizers: addresses and undefined behaviour,
+and races of the event loop with the helper thread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.native_builds import COMPILER, runtime
+
+ROOT = Path(__file__).parents[3]
+# In the process that the sanitizer watches: its build of the extension in the place of the installed one.
+RUN = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("app.http._step_writes", sys.argv[1])
+import app.http
+app.http._step_writes = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(app.http._step_writes)
+import pytest
+sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", "-m", "", "-k", sys.argv[3], sys.argv[2]]))
+"""
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    ("flags", "libraries", "tests"),
+    [
+        pytest.param("address,undefined", ("libasan.so", "libubsan.so"), "not python", id="addresses"),
+        pytest.param("thread", ("libtsan.so",), "batch or sockets", id="races"),  # the others take minutes there
+    ],
+)
+def test_frames_are_sent_without_races_and_from_memory_that_is_theirs(
+    flags: str, libraries: tuple[str, ...], tests: str, tmp_path: Path
+) -> None:
+    extension = tmp_path / f"_step_writes{sysconfig.get_config_var('EXT_SUFFIX')}"
+    command = [COMPILER, "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", "-pthread", f"-fsanitize={flags}"]
+    command += [f"-I{sysconfig.get_path('include')}", str(ROOT / "app/http/csrc/step_writes.cpp"), "-o", str(extension)]
+    subprocess.run([*command, "-fno-sanitize-recover=all"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(extension), str(ROOT / "tests/app/http/test_step_writes.py"), tests],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "LD_PRELOAD": " ".join(map(runtime, libraries)),
+            "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter
+            "TSAN_OPTIONS": "halt_on_error=1",
+        },
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[:4000]
+    assert " passed" in done.stdout

@@ -243,8 +243,8 @@ def _prefill(
                 acc, highest, total = accumulate(acc, highest, total, scores, value)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if tl.program_id(0) < NUM_PARTS:
-        place = (tl.program_id(0) * tl.num_programs(1) + kv_head) * BLOCK_M + row
+    if block < NUM_PARTS:
+        place = (block * tl.num_programs(1) + kv_head) * BLOCK_M + row
         tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], result, mask=rows)
         tl.store(lse_ptr + place, highest + tl.log2(tl.where(total > 0, total, 1.0)))
     else:

@@ -25,7 +25,7 @@ PROMPT_TOKENS = 32
 class NullExecutor:
     """Every token is 7."""
 
-    num_blocks = 16384
+    num_blocks = 2**17
     block_size = 16
     vocab_size = 1000
 
@@ -63,7 +63,7 @@ def main() -> None:
         core.carry_out(PublishKVEvents(b"key"))
     for number in range(options.running):
         sampling = SamplingParams(temperature=0, max_tokens=options.steps + 2, ignore_eos=True, seed=0)
-        prompt = [number] * PROMPT_TOKENS
+        prompt = [number] * (PROMPT_TOKENS + number % 16)  # as many fill a block in one step as in the next
         core.add(
             EngineCoreRequest(
                 request_id=f"request-{number}", prompt_token_ids=prompt, sampling=sampling, arrival_time=0

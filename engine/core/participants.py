@@ -192,6 +192,9 @@ class StepCosts:
 
 def _load(plan: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
     """Return what a step computed. The progress of requests that have ended since it was planned counts as 0."""
+    if not plan.num_prefill_tokens and plan.total_num_scheduled_tokens == (num_tokens := len(plan.request_ids)):
+        living = (request for request in map(requests.get, plan.request_ids) if request is not None)
+        return StepLoad(num_tokens, num_tokens + sum(request.num_computed_tokens for request in living))
     decodes = decode_keys = prefills = tokens = keys = 0
     scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
     for request_id, num_tokens, num_sampled in scheduled:

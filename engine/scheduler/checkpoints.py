@@ -160,12 +160,12 @@ class StepsWithCopies(StepsInFlight):
         plan.checkpoints = self._checkpoints.plan(self._requests, plan.num_tokens, self.latest.num_tokens)
         super().begin(plan)
 
-    def end(self) -> dict[str, int]:
-        valid = super().end()
-        self._checkpoints.keep(self._requests, valid)
-        return valid
+    def end(self) -> PlanDraft:
+        draft = super().end()
+        self._checkpoints.keep(self._requests, draft.num_tokens)
+        return draft
 
-    def fail(self) -> dict[str, int]:
+    def fail(self) -> PlanDraft:
         self._checkpoints.void()
         return super().end()
 

@@ -77,6 +77,7 @@ class KVCacheManager:
         }
         self.tiers: Tiers | None = None  # set by the scheduler
         self._key = key or secrets.token_bytes(32)
+        self._hash = blake2b(key=self._key, digest_size=_DIGEST_SIZE)  # copied: a key takes as long as a block's tokens
 
     @property
     def usage(self) -> float:
@@ -286,7 +287,9 @@ class KVCacheManager:
             content = parent + tokens.tobytes()
             if self.facts.prompt_form_differs and start + self.block_size > request.num_prompt_tokens:
                 content += max(request.num_prompt_tokens - start, 0).to_bytes(4, "big")
-            hashes.append(blake2b(content, key=self._key, digest_size=_DIGEST_SIZE).digest())
+            content_hash = self._hash.copy()
+            content_hash.update(content)
+            hashes.append(content_hash.digest())
         return hashes[index]
 
     def _places(self, num_tokens: int) -> int:

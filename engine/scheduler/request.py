@@ -84,6 +84,7 @@ class Request:
     prefix_hashes: PrefixHashes | None = None  # of the chunks that KV events have reported
     num_committed_blocks: int = 0
     num_cached_tokens: int = 0
+    wakes_at: int = 0  # while it is steady (`SteadyRequests`), the plan in which something may happen to it
     num_overtaken: int = 0  # how often a shorter request of its tenant took a running slot before it
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # positions with log-probabilities that have been sent
@@ -94,7 +95,7 @@ class Request:
     checkpoint: int = NO_CHECKPOINT  # from which it starts or resumes
     branch: int = 0  # number of tokens in cached blocks when it was admitted
     latest_checkpoint: bytes | None = None  # within its answer; the next one replaces it
-    _ends: frozenset[int] = field(init=False)
+    ends: frozenset[int] = field(init=False)
 
     def __post_init__(self, max_model_len: int) -> None:
         message, sampling = self.message, self.message.sampling
@@ -107,7 +108,7 @@ class Request:
         self.generates = sampling.max_tokens != 0
         self.is_batch = message.precedence == BATCH_PRECEDENCE
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else self.eos_token_ids)
-        self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
+        self.ends = self.eos_token_ids.union(sampling.stop_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +123,12 @@ class Request:
         """True if blocks that other requests computed can be used. They have keys and values, but no hidden states."""
         needs_all = self.sampling.prompt_logprobs is not None or self.message.pooling in (Pooling.MEAN, Pooling.TOKENS)
         return not needs_all or self.num_output_tokens > 0
+
+    @property
+    def is_steady(self) -> bool:
+        """True if it decodes without a grammar: the first token of its answer is known."""
+        computed = self.num_computed_tokens
+        return computed + 1 == len(self.token_ids) and computed >= self.num_prompt_tokens and self.grammar is None
 
     def may_decode_ahead(self, num_planned_tokens: int) -> bool:
         """Return True if the next token can be computed while the latest one is still being sampled; up to
@@ -169,7 +176,7 @@ class Request:
         known, before = self.token_ids, len(self.token_ids)
         for token_id in token_ids:
             known.append(token_id)
-            if self.grammar is None and token_id not in self._ends and len(known) < self.max_num_tokens:
+            if self.grammar is None and token_id not in self.ends and len(known) < self.max_num_tokens:
                 continue  # the usual case
             if self._is_ended_by(token_id):
                 del token_ids[len(known) - before :]
@@ -185,7 +192,7 @@ class Request:
                 self.status = RequestStatus.FINISHED_ERROR
                 return True
             self.grammar = self.grammar.rest
-        if token_id in self._ends and self.num_output_tokens >= self.sampling.min_tokens:
+        if token_id in self.ends and self.num_output_tokens >= self.sampling.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             if token_id not in self.eos_token_ids:
                 self.stop_reason = token_id
@@ -216,7 +223,7 @@ class Request:
             num_computed_tokens=self.num_computed_tokens,
             block_ids=list(self.block_ids),
             sampling=self.sampling,
-            stop_token_ids=sorted(self._ends),
+            stop_token_ids=sorted(self.ends),
             pooling=self.message.pooling,
             checkpoint=self.checkpoint,
             second_segment=self.message.second_segment,

@@ -16,7 +16,7 @@ from engine.plan import owned
 from engine.scheduler.checkpoints import StepsWithCopies
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from engine.scheduler.steps import StepsInFlight
+from engine.scheduler.steps import SteadyRequests, StepsInFlight
 from engine.scheduler.waiting_queue import TenantShares, WaitingQueue
 
 LONGEST_HOLD = 60.0  # seconds for which rows of batches get nothing before one of them is released
@@ -36,6 +36,7 @@ class RequestTable:
         self.shares = TenantShares()
         self.waiting = WaitingQueue(self.shares)
         self.in_flight = StepsInFlight() if kv.checkpoints is None else StepsWithCopies(kv.checkpoints, self.requests)
+        self.steady = SteadyRequests()
         self.removed: list[str] = []
         # Requests that lost their running slot or ended, and why, until `take_left`.
         self.left: list[tuple[str, str]] = []
@@ -86,6 +87,7 @@ class RequestTable:
         afterwards.
         """
         self.in_flight.void(request.request_id)
+        self.steady.leave(request)
         request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
         del self.running[request.request_id]
         self.shares.stop(request.tenant)
@@ -105,6 +107,7 @@ class RequestTable:
         """Remove an ended request, and release everything it owned. Its status has the reason."""
         self.left.append((request.request_id, FINISH_REASONS[request.status]))
         self.in_flight.void(request.request_id)
+        self.steady.leave(request)
         del self.requests[request.request_id]
         self.num_batch -= request.is_batch
         self.num_grammars -= request.sampling.restricts_tokens

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -51,6 +51,8 @@ from engine.snapshot import WaitsFor
 from engine.structured.matchers import TokenMatcher
 
 logger = logging.getLogger(__name__)
+
+MANY = 16  # running requests from which on it pays to treat steady requests apart
 
 
 class Scheduler:
@@ -187,10 +189,17 @@ class Scheduler:
     def _plan_decodes(self, plan: PlanDraft) -> list[tuple[Request, int]]:
         """Plan the running requests that are one token behind. Returns those that are further behind, and by how many
         tokens."""
+        budget, num_stages, steady = plan.budget, self.config.num_stages, self._table.steady
         running = list(self.running.values())
+        is_plain = len(running) >= MANY and num_stages == self.config.max_sampled_tokens == 1
+        is_plain = is_plain and plan.only is None and not self._table.holds_batches
+        if steady.requests and is_plain:
+            awake, others = steady.begin(plan), len(running) > len(steady.requests)
+            running = [*awake, *(each for each in running if not each.wakes_at)] if others else awake
+        elif steady.requests:
+            steady.clear()
         if self._table.holds_batches and plan.only is None:
             running = [request for request in running if not request.is_batch]
-        budget, num_stages = plan.budget, self.config.num_stages
         in_flight = self._in_flight.latest.num_tokens
         # Drafts must leave one token of the budget for every other request.
         most_sampled = min(self.config.max_sampled_tokens, budget // max(len(running), 1))
@@ -209,13 +218,18 @@ class Scheduler:
             num_behind = len(request.token_ids) - start
             if num_behind > 1:
                 behind.append((request, num_behind))
-            elif len(plan.num_tokens) == most_decodes:
+            elif num_stages > 1 and len(plan.num_tokens) == most_decodes:
                 continue  # the plans of the other stages have room for it
             elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is is_running:
                 num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
                 end = start + num_tokens
                 if end <= request.room or self._extend(plan, request, end):
                     plan.num_tokens[request.request_id] = num_tokens
+                    if is_plain and (request.wakes_at or request.is_steady):
+                        steady.keep(plan, request, end)
+                    continue
+            if request.wakes_at:
+                steady.postpone(plan, request)
         plan.budget = budget - sum(plan.num_tokens.values())
         if plan.num_tokens and (behind or self.waiting):
             plan.pace = partial(self._pace, plan)
@@ -311,7 +325,7 @@ class Scheduler:
         unknown how much of the plans' diffs the runner applied. Removing a row twice is harmless, so all removals are
         sent again.
         """
-        steps = [self._in_flight.fail() for _ in plans]
+        steps = [self._in_flight.fail().num_tokens for _ in plans]
         reach = {}
         for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True):
             request = self.requests.get(request_id)
@@ -332,7 +346,7 @@ class Scheduler:
         None of its requests has advanced, so later plans for them are void: if the requests went on after all, they
         would have to be preempted. All requests of a model with states are preempted, since their states are undefined.
         """
-        for request_id in self._in_flight.fail():
+        for request_id in self._in_flight.fail().num_tokens:
             if request_id in self._in_flight or self.kv.facts.state_bytes:
                 self._table.put_back(self.running[request_id], now)
 
@@ -349,7 +363,8 @@ class Scheduler:
         """Account for the oldest step in flight. Returns what each request gained; finished requests have been
         removed.
         """
-        valid = self._in_flight.end()
+        draft = self._in_flight.end()
+        valid = draft.num_tokens
         self._count_computed(plan, output)
         all_valid = len(valid) == len(plan.request_ids)
         for index in output.not_finite:
@@ -361,14 +376,13 @@ class Scheduler:
         block_size = self.kv.block_size
         logprobs = output.logprobs
         prompt_logprobs, embeddings = output.prompt_logprobs, output.embeddings
-        scheduled = zip(
-            plan.request_ids,
-            plan.num_scheduled_tokens,
-            plan.num_sampled_tokens,
-            output.sampled_token_ids,
-            strict=True,
-        )
-        for index, (request_id, num_scheduled, num_sampled, token_ids) in enumerate(scheduled):
+        rows = (plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, output.sampled_token_ids)
+        scheduled: Iterable[tuple[int, tuple[str, int, int, list[int]]]] = enumerate(zip(*rows, strict=True))
+        if draft.steady:
+            left = self._update_steady(draft, output, gained, num_sampled_of)
+            left += range(len(draft.steady), len(plan.request_ids))
+            scheduled = [(index, (rows[0][index], rows[1][index], rows[2][index], rows[3][index])) for index in left]
+        for index, (request_id, num_scheduled, num_sampled, token_ids) in scheduled:
             request = self.requests.get(request_id)
             if request is None or not (all_valid or request_id in valid):
                 # The request failed just now, or ended or was preempted since it was planned. Its tenant is charged all
@@ -417,6 +431,34 @@ class Scheduler:
         for request in ended:
             self._table.remove(request)
         return gained + self.take_ended() if self._ended else gained
+
+    def _update_steady(
+        self,
+        draft: PlanDraft,
+        output: ModelRunnerOutput,
+        gained: list[EngineCoreOutput],
+        num_sampled_of: defaultdict[str, int],
+    ) -> list[int]:
+        """Account for the steady requests of a step, which begin its plan. Returns the indices of those that it leaves
+        to `update`, because they may end or something else is to be sent than one token."""
+        left: list[int] = []
+        steady = list(draft.steady.values())
+        for index in chain(output.logprobs, output.not_finite):
+            if index < len(steady):
+                steady[index] = None
+        for index, (request, token_ids) in enumerate(zip(steady, output.sampled_token_ids, strict=False)):
+            if request is None or len(token_ids) != 1 or token_ids[0] in request.ends:
+                left.append(index)
+                continue
+            request.token_ids.append(token_ids[0])
+            request.num_computed_tokens += 1
+            num_sampled_of[request.tenant] += 1
+            gained.append(
+                EngineCoreOutput(
+                    request_id=request.request_id, new_token_ids=token_ids, num_cached_tokens=request.num_cached_tokens
+                )
+            )
+        return left
 
     def _count_computed(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Count all tokens that a step computed, also of requests that ended or were preempted before its end. Of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 
 import msgspec
@@ -24,6 +24,8 @@ class PlanDraft:
         self.now = now
         self.only = only
         self.num_tokens: dict[str, int] = {}  # computed
+        # The first of these requests, which were steady; None for one to which something may happen in this step.
+        self.steady: dict[str, Request | None] = {}
         # Prefilling requests, and how many tokens each may sample: 1 with the last chunk. A decode may sample one at
         # every position that is computed.
         self.prefills: dict[str, int] = {}
@@ -57,8 +59,14 @@ class PlanDraft:
     def drop(self, request: Request) -> None:
         """Take back a request's tokens, because it is preempted after all."""
         self.budget += self.num_tokens.pop(request.request_id, 0)
+        self.steady.pop(request.request_id, None)
         self.prefills.pop(request.request_id, None)
         self.new_block_ids.pop(request.request_id, None)
+
+    def unsteady(self, request_id: str) -> None:
+        """Account for a request like for any other."""
+        if request_id in self.steady:
+            self.steady[request_id] = None
 
     def as_plan(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
         num_tokens = list(self.num_tokens.values())
@@ -139,11 +147,11 @@ class StepsInFlight:
     def begin(self, plan: PlanDraft) -> None:
         self._steps.append(plan)
 
-    def end(self) -> dict[str, int]:
-        """Remove the oldest step. Returns the tokens that it computed for each request that was not voided."""
-        return self._steps.popleft().num_tokens
+    def end(self) -> PlanDraft:
+        """Remove the oldest step. Returns its plan without the requests that were voided."""
+        return self._steps.popleft()
 
-    def fail(self) -> dict[str, int]:
+    def fail(self) -> PlanDraft:
         """Remove the oldest step, which has failed or was abandoned. Returns what `end` does."""
         return self.end()
 
@@ -158,9 +166,57 @@ class StepsInFlight:
         for plan in self._steps:
             plan.num_tokens.pop(request_id, None)
             plan.prefills.pop(request_id, None)
+            plan.unsteady(request_id)
 
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in plan.num_tokens for plan in self._steps)
+
+
+class SteadyRequests:
+    """Requests that get one token in every plan, and in most of them need nothing else.
+
+    When such a request needs a block or reaches its limit is known many plans before. It wakes there, which means that
+    it is planned like any other; in the plan before it may fill a block, so it is accounted for like any other. Waking
+    too early is harmless: it happens after an abandoned step.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self._plan = 0  # the number of the latest plan, also of those that are retracted
+        self._wakes: defaultdict[int, list[Request]] = defaultdict(list)  # by plan
+
+    def begin(self, plan: PlanDraft) -> list[Request]:
+        """Plan all requests. Returns those that wake."""
+        self._plan += 1
+        plan.num_tokens, plan.steady = dict.fromkeys(self.requests, 1), {**self.requests}
+        for request in self._wakes[self._plan + 1]:
+            plan.unsteady(request.request_id)
+        return [request for request in self._wakes.pop(self._plan, ()) if request.wakes_at == self._plan]
+
+    def keep(self, plan: PlanDraft, request: Request, end: int) -> None:
+        """Keep a request that wakes, or make one steady, which has its first `end` tokens after this plan."""
+        self.requests[request.request_id] = request
+        num_plans = min(request.room + 1, request.max_num_tokens - 1) - end
+        request.wakes_at = self._plan + max(num_plans, 1)
+        self._wakes[request.wakes_at].append(request)
+        if num_plans <= 1:
+            plan.unsteady(request.request_id)
+
+    def postpone(self, plan: PlanDraft, request: Request) -> None:
+        """Leave out of the plan a request that has to wait, for blocks or for its latest token."""
+        plan.drop(request)
+        request.wakes_at = self._plan + 1
+        self._wakes[request.wakes_at].append(request)
+
+    def leave(self, request: Request) -> None:
+        request.wakes_at = 0
+        self.requests.pop(request.request_id, None)
+
+    def clear(self) -> None:
+        """Let all leave, because not all get a token in the next plan."""
+        for request in list(self.requests.values()):
+            self.leave(request)
+        self._wakes.clear()
 
 
 class EndedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):

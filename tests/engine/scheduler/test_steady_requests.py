@@ -1,0 +1,105 @@
+"""A step plans and accounts for steady requests by copying a table, and nothing that anybody gets depends on that."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from engine.errors import StepAbandoned
+from engine.messages import EngineCoreRequest, FinishReason
+from engine.plan import SchedulerOutput
+from engine.scheduler import scheduler
+from tests.engine.helpers import make_core, make_request, simulated
+from tests.engine.scheduler.test_scheduler_properties import EVENTS, EngineMachine, _seen
+from tests.engine.stories import explore
+
+NEVER = 10**9
+EOS = 5
+
+
+def history(seed: int, depth: int) -> tuple[list[Any], list[int]]:
+    """Return what each step of a random story planned and gave, by request, and how many requests were steady in it.
+
+    Where blocks run out or requests are put back a step ahead, the order in a plan decides which of two equal requests
+    comes first; it may differ, so there are only aborts at depth 2.
+    """
+    draw = random.Random(seed)
+    core = make_core(
+        num_blocks=draw.choice([120, 4096]) if depth == 1 else 4096,
+        block_size=draw.choice([4, 16]),
+        vocab_size=60,
+        max_model_len=96,
+        max_num_seqs=24,
+        max_num_batched_tokens=draw.choice([64, 512]),
+        pipeline_depth=depth,
+        eos_token_ids=(EOS,),
+        clock=lambda: 0.0,
+    )
+    executor = simulated(core)
+    abandons = False
+
+    def abandon(plan: SchedulerOutput) -> None:
+        nonlocal abandons
+        if abandons and plan.request_ids:
+            abandons = False
+            raise StepAbandoned("so it seemed")
+
+    executor.before_step = abandon
+    story: list[Any] = []
+    num_steady: list[int] = []
+    requests: list[EngineCoreRequest] = []
+    for step in range(400):
+        if step >= 100 and not core.has_work:
+            break
+        if step < 100:
+            for _ in range(draw.choice([0, 0, 0, 1, 2])):
+                requests.append(
+                    make_request(
+                        [draw.randrange(60) for _ in range(draw.randint(1, 40))],
+                        request_id=f"request-{len(requests)}",
+                        tenant=draw.choice(["", "blue"]),
+                        max_tokens=draw.randint(1, 50),
+                        ignore_eos=draw.random() < 0.7,
+                        stop_token_ids=draw.choice([(), (), (9, 11)]),
+                    )
+                )
+                core.add(requests[-1])
+            if requests and draw.random() < 0.1:
+                core.finish_request(draw.choice(requests).request_id, FinishReason.ABORT)
+            abandons |= depth == 1 and draw.random() < 0.05
+        known = len(executor.plans)
+        batch = core.step()
+        core.scheduler.check_integrity()
+        num_steady.append(len(core.scheduler._table.steady.requests))
+        for plan in executor.plans[known:]:
+            given = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
+            blocks = {request_id: len(block_ids) for request_id, block_ids in plan.new_block_ids.items()}
+            new = [(each.request_id, each.num_computed_tokens, len(each.block_ids)) for each in plan.new_requests]
+            story.append((sorted(given), blocks, new, sorted(plan.removed_request_ids)))
+        story.append(sorted((o.request_id, o.new_token_ids, str(o.finish_reason)) for o in batch.outputs))
+        story.append((batch.stats.num_preemptions, batch.stats.kv_cache_usage, core.scheduler.shares.snapshot(9)))
+    assert not core.has_work
+    return story, num_steady
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_steady_requests_are_planned_and_answered_as_all_others_are(
+    seed: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MANY", NEVER)
+    plainly, num_steady = history(seed, depth)
+    assert not any(num_steady)
+    monkeypatch.setattr(scheduler, "MANY", 1)
+    with_steady, num_steady = history(seed, depth)
+    assert max(num_steady) > 10
+    assert with_steady == plainly
+
+
+@pytest.mark.slow
+@pytest.mark.seconds
+def test_steady_requests_get_their_own_tokens_whatever_happens_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MANY", 1)
+    explore(EngineMachine, _seen, EVENTS, max_examples=60)

@@ -1,7 +1,7 @@
-"""Builds the C++ library of gpu/cpu and the sender of app/http; everything else about the project is in pyproject.toml.
+"""Builds the C++ library of gpu/cpu and the C++ extension of app/http. The rest of the project is in pyproject.toml.
 
-One build for each kind of processor that it is for, so that an installed Headrace chooses when it starts. Elsewhere,
-and where there is no compiler, the installation goes on without, models run on torch, and Python sends the frames.
+The library is built once for each kind of processor, and Headrace chooses a build when it starts. Without a build for
+the processor, models run on torch. Without the extension, Python sends the frames. Neither stops the installation.
 """
 
 import platform

@@ -39,11 +39,11 @@ class Workload:
     def __init__(self) -> None:
         self._reading = FairThreads(READING_THREADS)
         self._writing = FairThreads(WRITING_THREADS)
-        self._first_requests: dict[object, str] = {}  # the id of each route's first request
+        self._first_requests: dict[object, str] = {}  # by route, the id of its first request
 
     async def read(self, request: RequestScope, function: Callable[[], T], num_bytes: int = 0) -> T:
         """Run `function`, which reads the request's body and `num_bytes` more, and return its result. If the caller is
-        cancelled, `function` may run on. The first request of each route builds its models."""
+        cancelled, `function` may run on. A route's first request needs a thread: it builds the route's validators."""
         route = request.asgi_scope.get("endpoint")
         is_first = self._first_requests.setdefault(route, request.request_id) == request.request_id
         if not is_first and len(request.body) + num_bytes <= INLINE_BODY_BYTES:
@@ -89,7 +89,7 @@ def _num_logprobs(positions: list[TokenLogprobs]) -> int:
 # until it waits again. Other processes make no hold longer, so a long hold is a fault of the handler, and tests fail
 # for it.
 
-SWITCH_SECONDS: Final = 0.0005  # the loop waits so long for a thread that holds the interpreter's lock; Python: 0.005
+SWITCH_SECONDS: Final = 0.0005  # how long a thread keeps the interpreter's lock if another wants it; Python: 0.005
 LAG_PERIOD: Final = 0.05  # seconds between two measurements of the lag; a shorter period would load an idle machine
 LONG_HOLD: Final = 0.05  # seconds; a longer one is logged
 

@@ -265,7 +265,7 @@ _ALPHABET = _byte_level_alphabet()
 
 def _byte_level_bytes(token: str) -> bytes:
     text = token if " " in token else token.replace("\u0120", " ")
-    if text.isascii() and text.isprintable():  # most tokens, at half the cost
+    if text.isascii() and text.isprintable():  # most tokens; costs half as much as the table
         return text.encode()
     try:
         return bytes([_ALPHABET[character] for character in token])

@@ -7,14 +7,14 @@ from typing import Any
 
 from gpu.host import cuda_devices, has_torch
 
-# On CUDA, where a step of hundreds of tokens takes about as long as one of a few. A thread that launches a device's
-# work waits too long for the lock of an interpreter that serves, too: it gets a process.
+# On CUDA, a step of hundreds of tokens takes about as long as a step of a few. The engine gets a process of its own,
+# because in the server's process the thread that launches kernels would often wait for the interpreter's lock.
 DEFAULTS_ON_CUDA: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "engine": "process"}
 
 
 def defaults_of_device(settings: Any) -> dict[str, Any]:
-    """Return the defaults of settings that are not given and differ on this machine's device. A smaller token budget
-    that is given lowers the number of requests."""
+    """Return the defaults that differ on this machine's device, for settings that the user did not set. The default of
+    `max_num_seqs` is never above a `max_num_batched_tokens` that the user set."""
     if settings.device == "cpu" or not cuda_devices() or not has_torch():
         return {}
     chosen = {name: value for name, value in DEFAULTS_ON_CUDA.items() if name not in settings.model_fields_set}

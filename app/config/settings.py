@@ -492,7 +492,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
-        self.__dict__.update(defaults_of_device(self))  # they stay out of `model_fields_set`: the user gave none
+        self.__dict__.update(defaults_of_device(self))  # not in `model_fields_set`: the user did not set them
         check_together(self)
         return self
 

@@ -159,7 +159,7 @@ def _from_environment() -> dict[str, Given]:
     known = {env_name(name): name for name in Settings.model_fields}
     if problems := [unknown_setting(name, known) for name in variables if name not in known]:
         raise SettingsError("\n".join(problems))
-    given = [name for name in Settings.model_fields if variables.get(env_name(name))]  # an empty one means "not set"
+    given = [name for name in Settings.model_fields if variables.get(env_name(name))]  # empty means "not set"
     return {name: Given(variables[env_name(name)], env_name(name)) for name in given}
 
 

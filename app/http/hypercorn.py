@@ -23,8 +23,8 @@ has the patches that concern single requests. What the first part promises, and 
    accept connections before they can be counted, so the backlog is limited. If descriptors run out all the same,
    asyncio logs it a thousand times with a traceback each; here it is logged once.
 7. A piece of a stream can be written straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn
-   and h11 it passes fifteen calls, locks and checks, which cost several times what making the piece costs. With
-   `app/http/csrc/step_writes.cpp` the pieces of a step are sent together, except those for TLS and for lagging clients.
+   and h11 it passes fifteen calls, locks and checks, which cost several times what making the piece costs. The C++
+   extension `app/http/csrc/step_writes.cpp` sends the pieces of a step together, except over TLS and to slow clients.
 8. The parts of an answer that are ready together are written together. Hypercorn writes the head, the body and the end
    of the body one by one, and each costs a system call here and one at the client.
 """
@@ -69,7 +69,7 @@ from protocol.errors import ApiError
 _step_writes: Any
 try:
     from app.http import _step_writes  # type: ignore[attr-defined,no-redef]
-except ImportError:  # it was not compiled
+except ImportError:  # the extension was not compiled
     _step_writes = None
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class ServerConnection:
     head_since: float | None = None
     closing_since: float | None = None
     _transport: Any = None  # on asyncio only
-    _descriptor = -1  # for `_step_writes`; -1 if it must not write
+    _descriptor = -1  # of the socket; -1: only the transport writes
     _client_gone = False
     _num_sending = 0
     _sending_since = 0.0
@@ -317,7 +317,7 @@ class ServerConnection:
     def write_piece(self, data: bytes) -> None:
         """Write a chunk of an HTTP/1.1 body in chunked transfer encoding. The head must have been sent."""
         transport, piece = self._transport, b"%x\r\n%b\r\n" % (len(data), data)
-        is_free = self._descriptor >= 0 and not transport.get_write_buffer_size()  # nothing goes before this piece
+        is_free = self._descriptor >= 0 and not transport.get_write_buffer_size()  # no earlier piece waits
         if not (is_free and _step_writes.add(transport, self._descriptor, piece)):
             transport.write(piece)
 
@@ -402,7 +402,7 @@ class ServerConnection:
 
 @contextmanager
 def written_together() -> Iterator[None]:
-    """Send the pieces that the block writes together, at its end. It must not wait, nor write two for a connection."""
+    """Collect the pieces that a block writes, and send them at its end. It never awaits or writes twice to a stream."""
     if _step_writes is None or not _step_writes.begin():
         yield
         return

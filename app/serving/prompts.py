@@ -342,7 +342,7 @@ class PromptEncoder:
 
 
 def without_special(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer that encodes the text of special tokens as ordinary text, and shares the vocabulary."""
+    """Return a tokenizer with the same vocabulary in memory, which encodes special tokens in a text as plain text."""
     plain = Tokenizer(tokenizer.model)
     for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         setattr(plain, step, getattr(tokenizer, step))

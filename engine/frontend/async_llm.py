@@ -59,8 +59,8 @@ class AsyncLLM:
         clock: Clock = time.monotonic,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Make a front end. Without `grammars`, requests for structured output are refused. The streams' listeners are
-        called in the context `together`, one for each delivery of the engine."""
+        """Make a front end. Without `grammars`, requests for structured output are refused. Each delivery of the engine
+        enters a new context from `together` once, and calls the streams' listeners inside it."""
         self.vocabulary = grammars.vocabulary if grammars is not None else Vocabulary(tokenizer)
         self.ready: messages.EngineReady | None = None
         self.error: BaseException | None = None

@@ -117,8 +117,8 @@ def all_ranks(it_holds: bool, communicator: Communicator | None, device: torch.d
 
 
 def ladder(most: int) -> list[int]:
-    """Return the ascending sizes of graphs up to `most`: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, of 32 from
-    256 on and of 64 from 512 on. In large batches, where rows cost time, at most about an eighth is padding."""
+    """Return the ascending sizes of graphs up to `most`: 1, 2, 4, 8, 16, 24, 32, then in steps of 16 up to 256, of 32
+    up to 512 and of 64 above. In large batches, where rows cost time, at most about an eighth is padding."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), *range(256, 512, 32), *range(512, LARGEST + 1, 64)]
     largest = min(most, LARGEST)
     return [size for size in sizes if size < largest] + [largest]

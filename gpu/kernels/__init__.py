@@ -12,7 +12,7 @@ In reading order:
 dispatch     The choice between kernel and reference, and Triton or its stand-in.
 elementwise  RMSNorm with the residual addition, gated activations, rows by index.
 experts      A mixture of experts around its matrices: routes, groups, grouped products.
-product      Products of few rows with weights that are not quantized.
+product      Products of few rows with a matrix that is not quantized.
 quantized    Products with weights of 4 and 8 bits.
 rope         Rotary positions, the write to the KV cache, and its layout.
 attention    Attention over the paged KV cache, its reference, and the work list of its kernels.

@@ -22,9 +22,9 @@ from gpu.kernels.prefill import paged_prefill, rows_per_block
 # The fewest tokens of a part. Parts get this small only if requests are too few to fill the device; then each further
 # tile of a program delays the whole step.
 MIN_PART_TOKENS = 64
-# The same for a block of a chunk, which takes longer over a token and writes more, and its programs that run at once.
+# The same for a block of a chunk, which takes longer over a token and writes a larger partial result.
 MIN_BLOCK_PART_TOKENS = 512
-BLOCK_PROGRAMS_PER_PROCESSOR = 3
+BLOCK_PROGRAMS_PER_PROCESSOR = 3  # as many as run at once
 BLOCK = 512
 
 
@@ -32,12 +32,12 @@ class AttentionWork(NamedTuple):
     """The work of each program in one step, the same for all layers with heads of one kind. Entries that begin with -1
     are unused."""
 
-    parts: torch.Tensor  # int32 [P, 4], of decodes: request, number of the part, of how many, length of the request
-    merged: torch.Tensor  # int32 [1 + M, 4], of decodes with several parts: see `_merge`
-    # int32 [N + Q, 4], of chunks: request, its first query that the program takes, number of the part, of how many. The
-    # first N are of blocks with several parts.
+    parts: torch.Tensor  # int32 [P, 4], of decodes: request, index of the part, number of parts, request's length
+    merged: torch.Tensor  # int32 [1 + M, 4], decodes with several parts: see `_merge`
+    # int32 [N + Q, 4], of chunks: request, first query of the block, index of the part, number of parts. The first N
+    # entries are parts of blocks that were cut.
     blocks: torch.Tensor
-    merged_blocks: torch.Tensor  # int32 [1 + N, 4], of blocks with several parts
+    merged_blocks: torch.Tensor  # int32 [1 + N, 4], blocks with several parts: see `_merge`
     block_rows: int  # rows of a block: its queries times the heads that share a KV head
 
 
@@ -115,7 +115,7 @@ def paged_attention(
     included; `softcap` changes a score to softcap * tanh(score / softcap). `sinks`, float32 [num_heads], are further
     scores without a value. A chunk of a prompt and a prompt after a cached prefix both have fewer queries than keys.
 
-    `work` comes from `list_attention_work`: it cuts keys into parts, which are merged by their log-sum-exp. With
+    `list_attention_work` makes `work` and cuts keys into parts, which are merged by their log-sum-exp. With
     `num_decodes` 0 no decode kernel is started. A cache of another type than the query is converted as it is read.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
@@ -181,12 +181,12 @@ def attend_reference(
 # The device assigns the work of a step's attention to programs.
 #
 # A grid depends on shapes alone, so that it fits a graph, but the work depends on the lengths. So the grid is an upper
-# bound; each program looks up its work, and programs without work end at once. Besides one part per decode there are
-# `spare` parts, and one such share of all tokens read is a part: a decode has as many as it has shares, rounded. So a
-# long request among short ones is cut, and requests of about one share are not.
+# bound: each program looks up its work, and programs without work end at once. A share is the number of tokens that all
+# decodes read, divided by `spare`. A decode is cut into as many parts as it reads shares, rounded. So a long request
+# among short ones is cut, and requests of about one share are not. The grid has one part per decode, and `spare` more.
 #
-# Blocks of chunks are cut by the same rule. Rounding up from one and a half makes a third more parts than shares at
-# most, so partial results have room for so many. Blocks that are not cut come after the parts.
+# Blocks of chunks are cut by the same rule. Rounding turns 1.5 shares into 2 parts, a third more, which is the worst
+# case, so the lists have room for 4/3 of the shares. Blocks that are not cut follow after the parts.
 
 
 # One compilation serves any number of requests: nothing is gained by specializing.
@@ -273,8 +273,8 @@ def _list_work(
 def _requests(
     start, lengths_ptr, starts_ptr, num_requests, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the indices of some requests, their first queries and numbers of queries, of tokens that a query sees (on
-    average), of blocks if they are chunks, and of tokens; 0 beyond the last request."""
+    """Return six values of `BLOCK` requests from `start` on: index, first query, number of queries, tokens that a query
+    sees on average, number of blocks (0 for a decode), and length in tokens. Beyond the last request, counts are 0."""
     request = start + tl.arange(0, BLOCK)
     inside = request < num_requests
     first = tl.load(starts_ptr + request, mask=inside, other=0)
@@ -287,7 +287,7 @@ def _requests(
 
 @triton.jit
 def _places(counts, before):
-    """Return where the entries of each request begin, if it has so many and `before` come before all."""
+    """Return the index of each request's first entry in a list: `counts` are entries per request, after `before`."""
     return before + tl.cumsum(counts, 0) - counts
 
 
@@ -302,7 +302,7 @@ def _store(list_ptr, place, first, second, third, fourth, mask):
 
 @triton.jit
 def _end(list_ptr, begin, end, BLOCK: tl.constexpr):
-    """Mark entries as unused."""
+    """Mark the entries from `begin` to `end` as unused."""
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         tl.store(list_ptr + place * 4, tl.full([BLOCK], -1, tl.int32), mask=place < end)

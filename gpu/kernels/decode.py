@@ -1,8 +1,8 @@
 """The decode kernels of `paged_attention`: split-KV attention (flash decoding) over pages, and the merge of the parts.
 
 One program takes all queries that share a KV head (at least 16 rows, the least of a matrix instruction) over one part
-of one request's keys, so that every key is read once. The work list assigns the parts; a second kernel merges those of
-requests with several. It also merges those of the prefill kernel.
+of one request's keys, so that every key is read once. The work list assigns the parts. A second kernel merges the parts
+of a request that has several, and the parts of the prefill kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpu.kernels.dispatch import tl, triton
 # Programs wanted per multiprocessor. More than run at once, so that requests of unequal length fill each other's gaps.
 PROGRAMS_PER_PROCESSOR = 4
 INTERPRETED_PROCESSORS = 4
-MERGED_PARTS, MERGED_ROWS = 16, 4  # what a program of `_merge` reads at a time
+MERGED_PARTS, MERGED_ROWS = 16, 4  # how many a program of `_merge` reads at once
 
 
 @cache
@@ -80,15 +80,15 @@ def paged_decode(
 
 
 def empty_parts(shape: tuple[int, int, int], out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for the partial results of a step: float32 [parts, KV heads, rows, head_dim], and the logarithms of
-    their sums of weights to the base 2."""
+    """Return empty float32 tensors for the partial results of a step, [parts, KV heads, rows, head_dim], and for the
+    base-2 logarithms of the sums of their weights, [parts, KV heads, rows]."""
     empty = partial(torch.empty, dtype=torch.float32, device=out.device)
     return empty((*shape, out.shape[2])), empty(shape)
 
 
 def merge(out: torch.Tensor, results: torch.Tensor, lse: torch.Tensor, merged: torch.Tensor, group: int) -> None:
-    """Write the rows of `out` that `merged` lists from their partial results. The number of programs depends on shapes
-    alone; each takes every so many units of work, and ends at once where there is none."""
+    """Merge the partial results of the rows that `merged` lists, and write them to `out`. The number of programs
+    depends on shapes alone; the programs share the listed work, and one without work ends at once."""
     _, num_kv_heads, rows, head_dim = results.shape
     most = (len(merged) - 1) * num_kv_heads * triton.cdiv(rows, MERGED_ROWS)
     _merge[(min(most, PROGRAMS_PER_PROCESSOR * num_processors(out.device)),)](
@@ -201,7 +201,7 @@ def _merge(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    merged_ptr,  # int32 [1 + M, 4]: how many follow; then the first part, how many, the first query, how many
+    merged_ptr,  # int32 [1 + M, 4]: number of used entries; entries: first part, parts, first query, queries
     out_stride,
     out_head_stride,
     rows,  # of a part
@@ -236,7 +236,7 @@ def _merge(
                 other=0.0,
             )
             raised = tl.maximum(highest, tl.max(lse, 0))
-            shift = tl.where(raised == float("-inf"), 0.0, raised)  # no part so far has a key that the row sees
+            shift = tl.where(raised == float("-inf"), 0.0, raised)  # -inf: the row sees no key of the parts so far
             weights = tl.exp2(lse - shift[None, :])
             kept = tl.exp2(highest - shift)
             acc = acc * kept[:, None] + tl.sum(values * weights[:, :, None], 0)

@@ -3,8 +3,8 @@ which is not causal, uses it, too.
 
 A program takes a block of consecutive queries of one request, which the work list assigns, with all heads that share a
 KV head as further rows, so that a tile of keys is read once for the group. Tiles that no row may see are skipped, and
-only those at the edges (the diagonal, the end of the window) are masked. Where blocks are too few to fill the device,
-the work list cuts their keys into parts. The results of parts are merged as in decodes.
+only those at the edges (the diagonal, the end of the window) are masked. If blocks are too few to fill the device, the
+work list cuts their keys into parts, and the kernel that merges the parts of decodes merges these, too.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def paged_prefill(
     merged: torch.Tensor | None = None,
 ) -> None:
     """Write `out` for the requests that `blocks` names; `block_m` is `rows_per_block`. A query sees as many as `ahead`
-    tokens after its own; without a window all, and `ahead` must be more than there are. With `merged`, which has as
-    many rows after its first, so many of the first `blocks` are parts."""
+    tokens after its own; without a window all, and `ahead` must be more than there are. `merged` lists the blocks
+    with several parts; the first `len(merged) - 1` entries of `blocks` are kept for parts."""
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group = num_heads // num_kv_heads
@@ -131,7 +131,7 @@ def _prefill(
     table_ptr,
     lengths_ptr,
     starts_ptr,
-    blocks_ptr,  # int32 [blocks, 4]: request or -1, first query, counted within the request, part, of how many
+    blocks_ptr,  # int32 [blocks, 4]: request or -1, first query within the request, part, number of parts
     scale,  # times log2(e)
     softcap,  # likewise
     sinks_ptr,  # float32 [heads]
@@ -156,7 +156,7 @@ def _prefill(
     TILE: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):
-    # Parts first, then the last blocks: they have the most keys, and the programs that start last should be short.
+    # Parts start first, then whole blocks, last ones first: late blocks have the most keys, and long work starts early.
     block = tl.program_id(0)
     block = tl.where(block < NUM_PARTS, block, tl.num_programs(0) - 1 - block + NUM_PARTS)
     kv_head = tl.program_id(1)

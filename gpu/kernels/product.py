@@ -1,8 +1,8 @@
-"""Products of few rows with a matrix that is not quantized. Their time is that of reading the matrix from memory.
+"""Products of few rows with a matrix that is not quantized. Reading the matrix from memory takes most of their time.
 
-On an H100 the products of 8 billion parameters took 0.90 of cuBLAS's time for one row, and 0.94 for 2 to 16
-(docs/benchmarks/gpu.md); for 32 rows cuBLAS is faster. cuBLAS splits the inputs of small products, and adds the parts
-up in a kernel of its own.
+On an H100 the products of an 8B model took 0.90 of cuBLAS's time for one row, and 0.94 for 2 to 16 rows; for 32 rows
+cuBLAS is faster (docs/benchmarks/gpu.md). For small products, cuBLAS splits the inputs and needs a second kernel to add
+up the parts; these kernels do not.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from gpu.kernels import prefill
 from gpu.kernels.dispatch import on_triton, tl, triton
 
-LEAST_BYTES = 2**20  # of a matrix; nothing is gained with smaller ones
-MOST_ROWS = 16  # of a matrix instruction; fewer rows cost the same
-COLUMNS = 1024  # inputs that a program of one row reads at a time; half of them on an A100, which has no registers left
+LEAST_BYTES = 2**20  # size of a matrix; for smaller ones these kernels are no faster
+MOST_ROWS = 16  # rows of a matrix instruction; fewer rows take as long
+COLUMNS = 1024  # inputs that a program of one row reads at once; an A100 reads half, for lack of registers
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `torch.nn.functional.linear`: [R, in] -> [R, out], summed in float32.
 
-    One row is multiplied by a kernel in any type, up to `MOST_ROWS` rows in types of 16 bits; more rows, and
-    small matrices, by cuBLAS.
+    A kernel multiplies one row in any type, and up to `MOST_ROWS` rows in types of 16 bits. cuBLAS multiplies more
+    rows, and small matrices.
     """
     most = MOST_ROWS if x.element_size() == 2 else 1
     if not on_triton(x) or not 0 < len(x) <= most or weight.nbytes < LEAST_BYTES or not weight.is_contiguous():
@@ -87,7 +87,7 @@ def _one_row(
     tl.store(output_ptr + output, result.to(output_ptr.dtype.element_ty), mask=in_outputs)
 
 
-# Each of four warps adds up a quarter of the inputs, so that even few outputs keep many bytes on their way.
+# Each of four warps adds up a quarter of the inputs, so that many reads are in flight even for few outputs.
 @triton.jit(do_not_specialize=["num_rows", "out_size"])
 def _few_rows(
     output_ptr,

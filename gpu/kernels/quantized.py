@@ -33,7 +33,7 @@ TILES = {
 }
 MOST_ROWS = 512  # for more, writing the matrix to memory costs less than unpacking it for each tile
 EXACT_TILE = (16, 16, 4, 2)  # of float32
-ONE_ROW = (4, 16, 4)  # outputs and tiles of a program that multiplies one row, and its warps
+ONE_ROW = (4, 16, 4)  # of a program that multiplies one row: outputs, tiles read at once, warps
 
 
 class QuantizedLinear:
@@ -203,8 +203,8 @@ def _quantized_linear(
     tl.store(target, total.to(output_ptr.dtype.element_ty), mask=in_outputs[:, None] & in_rows[None, :])
 
 
-# The sum of (q - zero) x over a tile is that of (16 + q) x less (16 + zero) times that of x. The float32 number 16 + q
-# has q in the first bits of its fraction, so no number is converted or subtracted from. With 8 bits it is 256 + q.
+# sum((q - zero) x) over a tile equals sum((16 + q) x) - (16 + zero) sum(x). The float32 number 16 + q has the 4 bits of
+# q at the top of its fraction, so no q has to be converted or reduced by `zero`. With 8 bits the number is 256 + q.
 @triton.jit(do_not_specialize=["out_size"])
 def _quantized_row(
     output_ptr,

@@ -5,14 +5,14 @@ exponential variate E for each token, is distributed as the softmax of `logit / 
 (Gumbel, 1954). Filters only exclude runners, so nothing is normalized.
 
 Three kernels draw. `_race` runs over all chunks of all rows: it finds the largest logit and the winner of each chunk.
-A filter keeps the most likely tokens down to some level. So if the winner of a whole row reaches that level, it is the
-winner of what the filters keep too, and the level itself need not be known. For rows with top-p or min-p,
-`_weigh_above` sums, in each chunk, the weights above the winner. `_finish`, one program per row, takes the winner if
-this is less than top-p; else it holds the race again among the tokens above it, with the same noise, until one passes.
+A filter keeps the tokens with logits from some level up. If the winner of the whole row reaches it, it also wins among
+the kept tokens, so the level need not be computed. For rows with top-p or min-p, `_weigh_above` sums the weights of the
+tokens with larger logits than the winner. `_finish` has one program per row. It takes the winner if that sum is below
+top-p; else it repeats the race, with the same noise, among the tokens with larger logits, until a winner passes.
 
-With top-k the first winner of a flat row rarely passes. Such rows are not raced: `_race` keeps the maximum of each 32
-tokens, and the k-th largest of these is a level that at least k tokens reach, and few others do. `_finish` copies the
-tokens that come into question, finds what the filters keep of them, and holds the race among that.
+In a flat row with top-k, the first winner rarely passes. So `_race` does not race rows with top-k: it keeps the maximum
+of each group of 32 tokens. At least k tokens reach the k-th largest maximum, and all of them are in groups that reach
+it. `_finish` copies these groups, finds which of their tokens the filters keep, and holds the race among those.
 
 Promise: the same logits, parameters, seed and position give the same token, in any batch and any row. The sampler for
 CPUs (`gpu.sampling.sampler`) inverts the cumulative distribution at one uniform number instead, which is cheaper there.
@@ -32,8 +32,8 @@ from gpu.sampling.columns import FILTERS
 from gpu.sampling.draw import cutoffs, random_bits
 
 CHUNK = 4096
-GROUP = 32  # tokens of which a row with top-k has the maximum
-CAPACITY = 32768  # tokens of a row that are copied at most: in 1,024 groups, so enough for a top-k of about 1,000
+GROUP = 32  # tokens; of each group a row with top-k has the maximum
+CAPACITY = 32768  # most tokens of a row that are copied: 1,024 groups, enough for a top-k of about 1,000
 
 
 def sample_tokens(
@@ -72,7 +72,7 @@ def sample_tokens(
     shape = {"CHUNK": chunk, "BLOCK": triton.next_power_of_2(num_chunks)}
     race = {"FAST": isinstance(_race, triton.JITFunction), "GROUP": group}
     _race[(num_rows, num_chunks)](results, tops, *inputs, CHUNK=chunk, **race, num_warps=8)
-    # A few programs per multiprocessor: in most steps most have nothing to do, and starting them takes time.
+    # Few programs: in most steps most rows need no weights, and even starting a program takes time.
     grid = (num_rows, min(num_chunks, max(8, 2048 // num_rows)))
     _weigh_above[grid](results, logits, rows, columns["min_p"], *sizes, **shape, num_warps=8)
     outputs = (token_ids, finite, results, tops, near, places)
@@ -95,9 +95,9 @@ def sample_tokens_reference(
     return scores.nan_to_num(nan=float("-inf")).argmax(-1), highest.isfinite()
 
 
-# The kernels hand on seven numbers for each chunk of a row: its largest logit; the row's temperature if it has filters,
-# negative if top-k is one of them, else 0; without top-k its best score, its winner (exact: token ids are below 2**24)
-# and that one's logit; with top-p or min-p the weights above the row's winner, and those that min-p keeps.
+# The kernels pass on seven numbers for each chunk of a row: its largest logit; the row's temperature (negative with
+# top-k, 0 without filters); without top-k also its best score, its winner (exact: ids are below 2**24), the winner's
+# logit; and with top-p or min-p its weights above the logit of the row's winner, and its weights that min-p keeps.
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _race(
     best, winner = _best(score, token_id, vocab_size)
     tl.store(target + 2 * num_chunks, best)
     tl.store(target + 3 * num_chunks, winner.to(tl.float32))
-    if filtered:  # loaded again: to keep all logits until here would need registers of other rows' programs, too
+    if filtered:  # loaded again, because keeping all logits until here would take more registers in every program
         tl.store(target + 4 * num_chunks, tl.load(logits_ptr + row * logits_stride + winner).to(tl.float32))
 
 
@@ -223,7 +223,7 @@ def _finish(
             seed = tl.load(seed_ptr + place)
             position = tl.load(positions_ptr + row)
             while (level < floor) | ((top_p < 1.0) & (above >= needed) & (level < highest)):
-                # Race again among the tokens above the winner: only in chunks with a winner that is not above it.
+                # Race again among tokens with larger logits. A chunk's winner with a larger one stays.
                 pivot = level
                 best = float("-inf")
                 for chunk in range(num_chunks):
@@ -250,7 +250,7 @@ def _finish(
         tl.store(token_ids_ptr + row, winner.to(tl.int64))
         return
 
-    # Copy all groups that reach the k-th largest of the groups' maxima, if they fit.
+    # Copy all groups that reach the k-th largest of the maxima, if they fit.
     temperature = -temperature
     floor = highest - 104.0 * temperature
     needed = tl.load(top_k_ptr + place).to(tl.float32)
@@ -305,7 +305,7 @@ def _finish(
 
 @triton.jit
 def _best(score, token_id, vocab_size):
-    """Return the best score and its token, the lowest of several."""
+    """Return the best score and its token; of several tokens with that score, the lowest id."""
     best = tl.max(score)
     return best, tl.min(tl.where(score == best, token_id, vocab_size))
 
@@ -318,7 +318,7 @@ def _at(token, token_id, x):
 
 @triton.jit
 def _winner(results_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr):
-    """Return the winner of a row, float32, and its logit."""
+    """Return the token id of a row's winner, as float32, and its logit."""
     scores = _of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK)
     winners = _of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK)
     _score_of_best, winner = _best(scores, winners, vocab_size)
@@ -327,14 +327,14 @@ def _winner(results_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _floor(highest, temperature, min_p):
-    """Return the lowest logit that min-p keeps. exp(-104) is zero in float32: logits further below need not be
-    distinguished."""
+    """Return the lowest logit that min-p keeps. Without min-p it is 104 temperatures below the highest logit, because
+    exp(-104) is zero in float32."""
     return highest + temperature * tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), -104.0)
 
 
 @triton.jit
 def _copied_ids(places_ptr, index, end, num_chunks, CHUNK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tokens at indices of a row's copies."""
+    """Return the token ids of copied tokens, from their indices among a row's copies."""
     group = tl.load(places_ptr + index // GROUP, mask=index < end, other=0)
     places: tl.constexpr = CHUNK // GROUP
     return _token_ids(group // places, group % places * GROUP + index % GROUP, num_chunks, CHUNK)
@@ -427,10 +427,10 @@ def _finalize(x):
 # -------------------------------------------------------------------------------------------------------------- cutoffs
 # Top-k, top-p and min-p as the lowest logit that a row keeps, found by search instead of by sorting.
 #
-# Only rows with top-k are searched: copies of the tokens that come into question, or the whole row where these do not
-# fit. A search bisects between two logits, and each look moves both ends to logits that occur, so it ends on one, after
-# about as many looks as a logit has significant bits: ten for bfloat16. Sums are made in the same order whatever else
-# is in the batch. Values to search are given as a pointer to `end` of them, and a tile of the first indices.
+# Only rows with top-k are searched: the copied groups, or the whole row if the groups do not fit. A search bisects
+# between two logits. Each look moves both ends to logits that occur, so the search ends on one, after about as many
+# looks as a logit has significant bits: ten for bfloat16. The order of sums does not depend on the rest of the batch.
+# A search takes a pointer to `end` values, and `tile`, the indices of the first values.
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

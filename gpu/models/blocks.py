@@ -36,7 +36,7 @@ from gpu.sharding import Communicator, share
 
 T = TypeVar("T")
 
-ALL_TO_ALL_TOKENS = 1025  # more than a CUDA graph is captured for (`gpu.device.graphs`)
+ALL_TO_ALL_TOKENS = 1025  # one more than the largest CUDA graph (`gpu.device.graphs`)
 
 
 def exchanges(num_tokens: int, size: int, top_k: int) -> bool:

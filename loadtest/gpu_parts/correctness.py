@@ -30,11 +30,11 @@ LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 Shape = tuple[tuple[int, int], int, int | None]  # (heads, KV heads), head size, window
 Check = Callable[[], float]
-# What steps have, (query tokens, all tokens): decodes, few enough that they are cut into parts; chunks.
+# The requests of a step as (query tokens, all tokens). The decodes are few enough to be cut into parts.
 ATTENTION = {
     "decode attention": [(1, n) for n in (1, 16, 63, 200, 700, 1500)],
     "prefill attention": [(1, 90), (70, 70), (33, 300), (130, 258)],
-    "attention behind long prefixes": [(1, 90), (1, 9000), (3, 5000), (40, 2000)],  # blocks and a decode in parts
+    "attention behind long prefixes": [(1, 90), (1, 9000), (3, 5000), (40, 2000)],  # cuts blocks and a decode
 }
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-import triton  # noqa: F401  # before the kernels, which without a card take it only if it is there
+import triton  # noqa: F401  # before the kernels: without a card they use Triton only if it is already imported
 
 from gpu import kernels
 from gpu.kernels.attention import AttentionWork, attend_reference

@@ -1,12 +1,12 @@
-// The frames that one step of the engine writes to its streams. The event loop adds them between `begin` and `end`.
-// A helper thread sends frames while the loop adds more, so that the kernel's work for one and Python's for the next
-// overlap. `end` sends the others, without the interpreter's lock, and returns what the sockets did not take.
+// Send the frames of one engine step to its streams. The event loop adds each frame between `begin` and `end`. A helper
+// thread sends frames while the loop adds more, so that the kernel's `send` overlaps with Python's work on the next
+// frame. `end` sends the remaining frames without the interpreter's lock, and returns the bytes that no socket took.
 //
-// 1. `begin` and `end` are called in one turn of the loop. So while a frame waits or is being sent, no descriptor is
-//    closed, and its number cannot become that of another connection.
-// 2. There is at most one frame for a descriptor, so the frames of a stream keep their order.
-// 3. No send waits for a client. Errors are left to the transport, which gets the frame back.
-// 4. There is one batch in a process. `begin` refuses a second event loop until `end`.
+// 1. The event loop calls `begin` and `end` in one callback. So no descriptor is closed while a frame waits or is sent,
+//    and its number cannot become the number of another connection.
+// 2. A batch has at most one frame for a descriptor, so the frames of a stream keep their order.
+// 3. No send waits for a client. After an error, `end` returns the frame, and the transport handles the error.
+// 4. A process has one batch at a time. Until `end`, `begin` returns False to a second event loop.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,9 +24,9 @@
 
 namespace {
 
-constexpr long ROOM = 4096;  // frames
-constexpr long WORTH_HELP = 8;  // frames that wait; to wake a thread costs as much as to send a frame
-constexpr long WORTH_RELEASE = 4;  // frames; where another thread is busy, to get the lock back takes up to 5 ms
+constexpr long ROOM = 4096;  // frames of a batch
+constexpr long WORTH_HELP = 8;  // waiting frames; waking the helper costs as much as sending one frame
+constexpr long WORTH_RELEASE = 4;  // frames; getting the lock back from a busy thread takes up to 0.5 ms
 
 struct Frame {
   int descriptor;
@@ -35,13 +35,13 @@ struct Frame {
 };
 
 Frame frames[ROOM];  // a ring
-unsigned long owner = 0;  // the thread that has begun a batch; guarded by the interpreter's lock, as the next two
-long num_ended = 0;  // frames of earlier batches, counted from the start as those below
+unsigned long owner = 0;  // thread of the batch, or 0; the interpreter's lock guards it and the next two
+long num_ended = 0;  // frames of earlier batches; like the counts below, since the process started
 bool has_helper = false;
 std::atomic<long> num_added{0}, num_taken{0}, num_done{0};
-std::atomic<int> is_awake{0};  // the helper
+std::atomic<int> is_awake{0};  // 1 while the helper sends
 
-// Send frames until none waits. Each is taken by one thread.
+// Send frames until none waits. Each frame is sent by one thread only.
 void send_frames() {
   long number = num_taken.load();
   while (number < num_added.load(std::memory_order_acquire)) {
@@ -69,9 +69,9 @@ void call_helper() {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // the helper gets no signals
   try {
-    std::thread(help).detach();  // it lives as long as the process
+    std::thread(help).detach();  // the thread lives as long as the process
     has_helper = true;
-  } catch (const std::system_error&) {  // the process may have no more threads
+  } catch (const std::system_error&) {  // the process may start no more threads; `end` sends all frames
     is_awake = 0;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -101,7 +101,7 @@ PyObject* end(PyObject*, PyObject*) {
   const long all = num_added.load(std::memory_order_relaxed);
   PyThreadState* state = all - num_ended >= WORTH_RELEASE ? PyEval_SaveThread() : nullptr;
   send_frames();
-  while (num_done.load(std::memory_order_acquire) != all) std::this_thread::yield();  // the helper's
+  while (num_done.load(std::memory_order_acquire) != all) std::this_thread::yield();  // the helper still sends
   if (state != nullptr) PyEval_RestoreThread(state);
   PyObject* unsent = PyList_New(0);
   for (; num_ended < all; ++num_ended) {
@@ -122,8 +122,8 @@ PyObject* end(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"begin", begin, METH_NOARGS, "Begin a batch. Return False if another thread has one."},
     {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL,
-     "Take a frame for the descriptor of a transport. Return False without a batch of this thread, or without room."},
-    {"end", end, METH_NOARGS, "End the batch. Return a list of (transport, bytes): what the sockets did not take."},
+     "Add a frame for the descriptor of a transport. Return False if this thread has no batch, or a full one."},
+    {"end", end, METH_NOARGS, "Send the batch. Return a list of (transport, bytes) that the sockets did not take."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_step_writes", nullptr, -1, functions};

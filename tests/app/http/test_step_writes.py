@@ -1,6 +1,6 @@
-"""The frames of one step are written together: whole, in order, to their own clients only, and to no other's cost.
+"""The frames of one step are written together: each client gets its own, whole and in order, and delays no other.
 
-Held with the extension and without it, on both loops that write to transports.
+Most tests run with the C++ extension and without it, on asyncio and on uvloop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Stream:
-    """What the server knows of one answer. The client says in its path how it is called."""
+    """The server's record of one answer. The path of the request is the name of the stream."""
 
     def __init__(self, request: RequestScope) -> None:
         self.request = request
@@ -50,7 +50,7 @@ class Stream:
         self.num_direct = 0
 
     def step(self, frame: bytes) -> None:
-        """What the listener of a stream does."""
+        """Write a frame as the listener of a stream does."""
         self.kept += frame
         if self.request.takes_more:
             self.request.send_chunk_now(self.kept)
@@ -81,7 +81,7 @@ class App:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
-        """Yields the port."""
+        """Serve until the block ends. Yields the port."""
         patch_hypercorn()
         settings, ended = Settings(), asyncio.Event()
 
@@ -101,13 +101,13 @@ class App:
                     ended.set()
 
     async def until(self, *names: str) -> None:
-        """All of them are being answered."""
+        """Wait until the server answers all these requests."""
         while not self.streams.keys() >= set(names):  # noqa: ASYNC110
             await anyio.sleep(0.001)
 
 
 class Client:
-    """A client that reads when it is asked to, at most so many bytes, into a small buffer of the kernel's."""
+    """A client with a small receive buffer, which reads only when a test calls `read`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -125,7 +125,7 @@ class Client:
             self.received += self.socket.recv(most)
 
     async def read_to_the_end(self) -> bytes:
-        """The body."""
+        """Return the body of the answer."""
         while not self.received.endswith(b"\r\n0\r\n\r\n"):
             before = len(self.received)
             self.read(2**20)
@@ -145,7 +145,7 @@ class Client:
 @on_both_loops
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 async def test_every_client_gets_its_own_bytes_however_it_reads_and_whoever_leaves(seed: int, together: None) -> None:
-    """Half of the clients read slowly, some leave, and newcomers get their descriptors in the next moment."""
+    """Half of the clients read slowly. Some leave, and new clients get their descriptors at once."""
     draw, app, number = random.Random(seed), App(), 0
     clients: dict[str, Client] = {}
     leavers: list[str] = []
@@ -170,7 +170,7 @@ async def test_every_client_gets_its_own_bytes_however_it_reads_and_whoever_leav
                     app.streams[name].step(frame)
             for client in clients.values():
                 client.read(draw.choice((0, 300, 2**16)) if int(client.name[1:]) % 2 else 2**20)
-            if draw.random() < 0.1:  # between two steps: the loop may not have noticed before the next
+            if draw.random() < 0.1:  # the loop may notice it only after the next step
                 leaver = clients.pop(draw.choice(list(clients)))
                 leaver.socket.close()
                 leavers.append(leaver.name)
@@ -208,7 +208,7 @@ async def test_a_client_that_does_not_read_delays_no_other_and_is_written_to_no_
             reader.read(2**20)
         reads, stalls = app.streams["/reads"], app.streams["/stalls"]
         assert not reads.kept
-        assert len(stalls.kept) > len(stalls.sent), "it waits here, not in the kernel"
+        assert len(stalls.kept) > len(stalls.sent), "they wait in the stream, not in the kernel"
         reads.over.set()
         assert await reader.read_to_the_end() == reads.sent
         stalls.over.set()
@@ -256,7 +256,7 @@ def test_only_the_thread_that_has_begun_a_batch_adds_to_it() -> None:
 @needs_extension
 def test_what_sockets_do_not_take_comes_back_with_its_transport() -> None:
     writes: Any = hypercorn._step_writes
-    for round_number in range(20):  # often enough for the helper to be anywhere
+    for round_number in range(20):  # many rounds, so that the helper thread is met in every state
         pairs = [socket.socketpair() for _ in range(50)]
         frames = [bytes([number]) * (2**18 if number % 7 == round_number % 7 else 100) for number in range(50)]
         pairs[4][1].close()

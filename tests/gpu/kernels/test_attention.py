@@ -163,13 +163,13 @@ def test_a_long_request_among_short_ones_is_cut_so_that_no_program_has_much_more
     parts = work.parts[work.parts[:, 0] >= 0]
     assert parts[:, 0].bincount().tolist() == [8] + [1] * 40  # (4096 + 40 * 100) / 16 = 506 tokens each
     assert work.merged[0, 0] == 1
-    assert work.merged[1].tolist() == [0, 8, 0, 1]  # the first part, how many, the query, one query
+    assert work.merged[1].tolist() == [0, 8, 0, 1]  # first part, number of parts, first query, number of queries
     assert parts[:8].tolist() == [[0, part, 8, 4096] for part in range(8)]
     assert len(work.blocks) == 0
 
 
 def test_a_chunk_behind_a_long_prefix_is_cut_over_its_keys_where_its_blocks_are_too_few_to_fill_the_device(form):
-    """On a device of four processors, where twelve programs of a KV head run at once. A block has eight queries."""
+    """The device has four processors, which run twelve programs of a KV head at once. A block has eight queries."""
 
     def work_of(*lengths: tuple[int, int]) -> AttentionWork | None:
         starts = torch.tensor([0, *(query_len for query_len, _ in lengths)]).cumsum(0).int()
@@ -219,7 +219,7 @@ def test_every_part_and_block_of_any_step_is_in_the_lists_once_and_none_is_left_
 
 @pytest.mark.parametrize("seed", slow_except(range(10), 0, 1))
 def test_chunks_cut_over_their_keys_beside_decodes_and_chunks_in_one_piece(seed, form, monkeypatch):
-    """The least part is shorter here, so that many are."""
+    """The test lowers the minimum length of a part, so that many blocks are cut."""
     monkeypatch.setattr(attention, "MIN_BLOCK_PART_TOKENS", 20)
     rng = random.Random(200 + seed)
     lengths = [(1, rng.randint(1, 500))] * rng.randint(0, 2) + [(rng.choice([2, 7]), 9)] * rng.randint(0, 1)

@@ -137,7 +137,7 @@ ALIKE: list[dict[str, float]] = [
 )
 def test_rows_of_every_shape_draw_what_the_reference_does(monkeypatch, kind):
     monkeypatch.setattr("gpu.kernels.sample.CHUNK", 256)
-    monkeypatch.setattr("gpu.kernels.sample.CAPACITY", 768)  # of 1625: with top-k 1500, or ties, rows are not copied
+    monkeypatch.setattr("gpu.kernels.sample.CAPACITY", 768)  # of 1625: top-k 1500 and ties exceed it
     torch.manual_seed(3)
     vocab_size = 1625
     normal = torch.randn(vocab_size)
@@ -164,7 +164,7 @@ def test_rows_of_every_shape_draw_what_the_reference_does(monkeypatch, kind):
 def test_a_winner_outside_the_filters_gives_way_to_the_next_of_the_same_race(monkeypatch):
     monkeypatch.setattr("gpu.kernels.sample.CHUNK", 128)
     torch.manual_seed(5)
-    logits = torch.randn(1, 900).round(decimals=1).repeat(16, 1)  # flat, and many are equal
+    logits = torch.randn(1, 900).round(decimals=1).repeat(16, 1)  # a flat row with many equal logits
     strict: list[dict[str, float]] = [{"top_p": 0.1}, {"top_p": 0.4, "min_p": 0.05}, {"min_p": 0.6}, {"top_k": 9}]
     rows = [{"temperature": 1.5, "seed": seed, **strict[seed % 4]} for seed in range(16)]
     columns, places = make_columns(rows), torch.arange(16)

@@ -296,8 +296,8 @@ def test_long_flood_of_connections_does_not_keep_anybody_from_being_served(worke
 
 
 def check_flood(worker_class: str, rounds: int) -> None:
-    """Twice as many connections as the process may open files, of every kind that nobody ends, in each round. The
-    client that is served reads all the while: for a full server, one that leaves its answer unread is the first to go.
+    """Open twice as many unfinished connections of every kind as the process may open files. One client is still
+    served; it keeps reading, because a full server first drops clients that do not read their answers.
     """
     server = ChaosServer(worker_class, "hypercorn.toml", device="simulated", body_timeout=5, send_timeout=5)
     server.max_open_files = FEW_FILES

@@ -103,7 +103,7 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayC
         events.append(sse_events(client.chunks()))
         next(events[-1])
     before = machines.ranks()
-    with ThreadPoolExecutor(len(events)) as readers:  # a client that does not read is cut, and Ray may take long
+    with ThreadPoolExecutor(len(events)) as readers:  # the server drops clients that do not read
         reading = [readers.submit(errors_of, each) for each in events]
         os.kill(before[0], sent)
         server.poll(machines.ranks, lambda now: len(now) == 2 and before[0] not in now, 0.05)

@@ -1,5 +1,5 @@
-"""The extension that sends the frames of a step, under the compiler's sanitizers: addresses and undefined behaviour,
-and races of the event loop with the helper thread."""
+"""The extension that sends the frames of a step, under the compiler's sanitizers. They look for wrong addresses,
+undefined behaviour, and races between the event loop and the helper thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.gpu.native_builds import COMPILER, runtime
 
 ROOT = Path(__file__).parents[3]
-# In the process that the sanitizer watches: its build of the extension in the place of the installed one.
+# The sanitizer watches a process that runs this script, which loads the sanitizer's build of the extension.
 RUN = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("app.http._step_writes", sys.argv[1])
@@ -31,7 +31,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", "-m", "", "-k", 
     ("flags", "libraries", "tests"),
     [
         pytest.param("address,undefined", ("libasan.so", "libubsan.so"), "not python", id="addresses"),
-        pytest.param("thread", ("libtsan.so",), "batch or sockets", id="races"),  # the others take minutes there
+        pytest.param("thread", ("libtsan.so",), "batch or sockets", id="races"),  # others take minutes
     ],
 )
 def test_frames_are_sent_without_races_and_from_memory_that_is_theirs(
@@ -50,7 +50,7 @@ def test_frames_are_sent_without_races_and_from_memory_that_is_theirs(
         env=os.environ
         | {
             "LD_PRELOAD": " ".join(map(runtime, libraries)),
-            "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter
+            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own leaks
             "TSAN_OPTIONS": "halt_on_error=1",
         },
     )

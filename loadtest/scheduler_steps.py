@@ -63,7 +63,7 @@ def main() -> None:
         core.carry_out(PublishKVEvents(b"key"))
     for number in range(options.running):
         sampling = SamplingParams(temperature=0, max_tokens=options.steps + 2, ignore_eos=True, seed=0)
-        prompt = [number] * (PROMPT_TOKENS + number % 16)  # as many fill a block in one step as in the next
+        prompt = [number] * (PROMPT_TOKENS + number % 16)  # so that every step fills some blocks
         core.add(
             EngineCoreRequest(
                 request_id=f"request-{number}", prompt_token_ids=prompt, sampling=sampling, arrival_time=0

@@ -77,7 +77,7 @@ class KVCacheManager:
         }
         self.tiers: Tiers | None = None  # set by the scheduler
         self._key = key or secrets.token_bytes(32)
-        self._hash = blake2b(key=self._key, digest_size=_DIGEST_SIZE)  # copied: a key takes as long as a block's tokens
+        self._hash = blake2b(key=self._key, digest_size=_DIGEST_SIZE)  # copied: a key takes as long as a block does
 
     @property
     def usage(self) -> float:

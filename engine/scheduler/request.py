@@ -84,7 +84,7 @@ class Request:
     prefix_hashes: PrefixHashes | None = None  # of the chunks that KV events have reported
     num_committed_blocks: int = 0
     num_cached_tokens: int = 0
-    wakes_at: int = 0  # while it is steady (`SteadyRequests`), the plan in which something may happen to it
+    wakes_at: int = 0  # number of the plan in which it wakes (`SteadyRequests`); 0 unless steady
     num_overtaken: int = 0  # how often a shorter request of its tenant took a running slot before it
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # positions with log-probabilities that have been sent
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def is_steady(self) -> bool:
-        """True if it decodes without a grammar: the first token of its answer is known."""
+        """True if the request decodes without a grammar, and only its latest token has yet to be computed."""
         computed = self.num_computed_tokens
         return computed + 1 == len(self.token_ids) and computed >= self.num_prompt_tokens and self.grammar is None
 

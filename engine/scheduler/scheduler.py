@@ -52,7 +52,7 @@ from engine.structured.matchers import TokenMatcher
 
 logger = logging.getLogger(__name__)
 
-MANY = 16  # running requests from which on it pays to treat steady requests apart
+MANY = 16  # running requests; with fewer, a separate path for steady requests gains nothing
 
 
 class Scheduler:
@@ -439,8 +439,8 @@ class Scheduler:
         gained: list[EngineCoreOutput],
         num_sampled_of: defaultdict[str, int],
     ) -> list[int]:
-        """Account for the steady requests of a step, which begin its plan. Returns the indices of those that it leaves
-        to `update`, because they may end or something else is to be sent than one token."""
+        """Account for the steady requests of a step, which come first in its plan. Returns the indices of those that
+        `update` has to handle, because they may end or have more to send than one token."""
         left: list[int] = []
         steady = list(draft.steady.values())
         for index in chain(output.logprobs, output.not_finite):

@@ -24,7 +24,7 @@ class PlanDraft:
         self.now = now
         self.only = only
         self.num_tokens: dict[str, int] = {}  # computed
-        # The first of these requests, which were steady; None for one to which something may happen in this step.
+        # The steady requests, which come first in `num_tokens`; None where `update` has to handle one like any other.
         self.steady: dict[str, Request | None] = {}
         # Prefilling requests, and how many tokens each may sample: 1 with the last chunk. A decode may sample one at
         # every position that is computed.
@@ -64,7 +64,7 @@ class PlanDraft:
         self.new_block_ids.pop(request.request_id, None)
 
     def unsteady(self, request_id: str) -> None:
-        """Account for a request like for any other."""
+        """Let `update` handle a steady request like any other after this step."""
         if request_id in self.steady:
             self.steady[request_id] = None
 
@@ -148,7 +148,7 @@ class StepsInFlight:
         self._steps.append(plan)
 
     def end(self) -> PlanDraft:
-        """Remove the oldest step. Returns its plan without the requests that were voided."""
+        """Remove the oldest step. Returns its draft, without the requests that were voided."""
         return self._steps.popleft()
 
     def fail(self) -> PlanDraft:
@@ -173,20 +173,20 @@ class StepsInFlight:
 
 
 class SteadyRequests:
-    """Requests that get one token in every plan, and in most of them need nothing else.
+    """Running requests that get one token in every plan, and in most plans need nothing else.
 
-    When such a request needs a block or reaches its limit is known many plans before. It wakes there, which means that
-    it is planned like any other; in the plan before it may fill a block, so it is accounted for like any other. Waking
-    too early is harmless: it happens after an abandoned step.
+    It is known many plans ahead when a steady request will need a block or reach its limit. In that plan it wakes: the
+    scheduler plans it like any other request. In the plan before, it may fill a block, so `update` handles it like any
+    other request. A request may also wake too early, after an abandoned step, which does no harm.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
-        self._plan = 0  # the number of the latest plan, also of those that are retracted
-        self._wakes: defaultdict[int, list[Request]] = defaultdict(list)  # by plan
+        self._plan = 0  # number of the latest plan; retracted plans count
+        self._wakes: defaultdict[int, list[Request]] = defaultdict(list)  # by number of the plan
 
     def begin(self, plan: PlanDraft) -> list[Request]:
-        """Plan all requests. Returns those that wake."""
+        """Give each steady request one token in a new plan. Returns the requests that wake."""
         self._plan += 1
         plan.num_tokens, plan.steady = dict.fromkeys(self.requests, 1), {**self.requests}
         for request in self._wakes[self._plan + 1]:
@@ -194,7 +194,7 @@ class SteadyRequests:
         return [request for request in self._wakes.pop(self._plan, ()) if request.wakes_at == self._plan]
 
     def keep(self, plan: PlanDraft, request: Request, end: int) -> None:
-        """Keep a request that wakes, or make one steady, which has its first `end` tokens after this plan."""
+        """Make a request steady, or keep one that woke. After this plan its first `end` tokens are computed."""
         self.requests[request.request_id] = request
         num_plans = min(request.room + 1, request.max_num_tokens - 1) - end
         request.wakes_at = self._plan + max(num_plans, 1)
@@ -203,7 +203,7 @@ class SteadyRequests:
             plan.unsteady(request.request_id)
 
     def postpone(self, plan: PlanDraft, request: Request) -> None:
-        """Leave out of the plan a request that has to wait, for blocks or for its latest token."""
+        """Take a request out of the plan, because it waits for blocks or for its latest token. It wakes in the next."""
         plan.drop(request)
         request.wakes_at = self._plan + 1
         self._wakes[request.wakes_at].append(request)
@@ -213,7 +213,7 @@ class SteadyRequests:
         self.requests.pop(request.request_id, None)
 
     def clear(self) -> None:
-        """Let all leave, because not all get a token in the next plan."""
+        """Make no request steady any more, because some may get no token in the next plan."""
         for request in list(self.requests.values()):
             self.leave(request)
         self._wakes.clear()

@@ -21,7 +21,7 @@ def compiled(folder: Path, capability: int, dtype: str, *kernels: str) -> list[d
     """Compile all kernels, or those named, in every form. Fail if one spills registers or exceeds the shared memory."""
     reports = printed("compile_kernels", str(capability), dtype, *kernels, TRITON_CACHE_DIR=str(folder))
     for report in reports:
-        # An address of the sampler's last kernel, stored at its start and loaded once, on sm_89 from float32.
+        # On sm_89, from float32, `_finish` of the sampler keeps one address on the stack: stored and loaded once.
         assert report["stack"] <= (8 if report["kernel"] == "_finish" else 0), report
         assert report["shared"] <= SHARED_MEMORY[capability], report
         assert report["joins"], report  # multiplications and additions, as bits depend on it

@@ -1,4 +1,4 @@
-"""A step plans and accounts for steady requests by copying a table, and nothing that anybody gets depends on that."""
+"""The scheduler plans steady requests by copying a table, and every request gets the same as without the table."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EOS = 5
 
 
 def history(seed: int, depth: int) -> tuple[list[Any], list[int]]:
-    """Return what each step of a random story planned and gave, by request, and how many requests were steady in it.
+    """Run a random story. Return what each step planned and sent, and the number of steady requests in each step.
 
-    Where blocks run out or requests are put back a step ahead, the order in a plan decides which of two equal requests
-    comes first; it may differ, so there are only aborts at depth 2.
+    If blocks run out or a step is abandoned, the order of requests in a plan decides between two equal requests. With
+    two steps in flight that order may differ, so at depth 2 blocks suffice, and requests are only aborted.
     """
     draw = random.Random(seed)
     core = make_core(

@@ -113,7 +113,8 @@ def test_tls_before_1_2_and_plain_http_are_refused(secured: Secured) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{secured.server.port}/livez", trust_env=False)
     if secured.server.worker_class != "trio":  # whose handshake is out of sight
-        assert "A client spoke HTTP, and this port is HTTPS. What works: https:// in its URL" in secured.server.log
+        said = "A client spoke HTTP, and this port is HTTPS. What works: https:// in its URL"
+        secured.server.poll(lambda: secured.server.log, lambda log: said in log)  # after the connection has ended
     assert secured.server.client.get("/livez").status_code == 200
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from types import coroutine
@@ -24,6 +25,7 @@ from engine.messages import RequestOutput, TokenLogprobs
 
 INLINE_BODY_BYTES: Final = 64 * 1024  # parsing and checking them takes about a millisecond
 INLINE_ANSWER: Final = 2048  # tokens and log-probabilities; writing them takes about three milliseconds
+FIRST_READS: Final = 8  # of a route; a request makes a few, and one of them builds the validators
 READING_THREADS: Final = 2
 WRITING_THREADS: Final = 2
 
@@ -39,16 +41,17 @@ class Workload:
     def __init__(self) -> None:
         self._reading = FairThreads(READING_THREADS)
         self._writing = FairThreads(WRITING_THREADS)
-        self._first_requests: dict[object, str] = {}  # by route, the id of its first request
+        self._num_read: Counter[object] = Counter()  # by route; what threads have read without an error
 
     async def read(self, request: RequestScope, function: Callable[[], T], num_bytes: int = 0) -> T:
         """Run `function`, which reads the request's body and `num_bytes` more, and return its result. If the caller is
-        cancelled, `function` may run on. A route's first request needs a thread: it builds the route's validators."""
+        cancelled, `function` may run on. A route's first requests need threads: they build its validators."""
         route = request.asgi_scope.get("endpoint")
-        is_first = self._first_requests.setdefault(route, request.request_id) == request.request_id
-        if not is_first and len(request.body) + num_bytes <= INLINE_BODY_BYTES:
+        if self._num_read[route] >= FIRST_READS and len(request.body) + num_bytes <= INLINE_BODY_BYTES:
             return function()
-        return await self._reading.run(function)
+        result = await self._reading.run(function)
+        self._num_read[route] += 1
+        return result
 
     async def write(self, weight: int, function: Callable[[], T]) -> T:
         """Run `function`, which writes a part of an answer, and return its result. `weight` is in tokens and

@@ -164,7 +164,8 @@ def _weigh_above(
     highest = tl.max(_of_chunks(results_ptr, 0, num_chunks, float("-inf"), BLOCK))
     if (temperature <= 0) | (highest == float("inf")) | (highest == float("-inf")):
         return
-    _winner_id, level = _winner(results_ptr, vocab_size, num_chunks, BLOCK)
+    winner = _winner(results_ptr, vocab_size, num_chunks, BLOCK)
+    level = _level(winner, results_ptr, vocab_size, num_chunks, BLOCK)
     floor = _floor(highest, temperature, tl.load(min_p_ptr + tl.load(rows_ptr + row)))
     for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
         tile = tl.arange(0, CHUNK)
@@ -215,8 +216,9 @@ def _finish(
     tile = tl.arange(0, CHUNK)
 
     if temperature >= 0:
-        winner, level = _winner(results_ptr, vocab_size, num_chunks, BLOCK)
+        winner = _winner(results_ptr, vocab_size, num_chunks, BLOCK)
         if temperature > 0:
+            level = _level(winner, results_ptr, vocab_size, num_chunks, BLOCK)
             floor = _floor(highest, temperature, min_p)
             above = tl.sum(_of_chunks(results_ptr, 5, num_chunks, 0.0, BLOCK))
             needed = top_p * tl.sum(_of_chunks(results_ptr, 6, num_chunks, 0.0, BLOCK))
@@ -311,18 +313,18 @@ def _best(score, token_id, vocab_size):
 
 
 @triton.jit
-def _at(token, token_id, x):
-    """Return the logit of one token."""
-    return tl.max(tl.where(token_id == token, x, float("-inf")))
+def _winner(results_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr):
+    """Return the token id of a row's winner, as float32."""
+    scores = _of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK)
+    _score_of_best, winner = _best(scores, _of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK), vocab_size)
+    return winner
 
 
 @triton.jit
-def _winner(results_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr):
-    """Return the token id of a row's winner, as float32, and its logit."""
-    scores = _of_chunks(results_ptr, 2, num_chunks, float("-inf"), BLOCK)
-    winners = _of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK)
-    _score_of_best, winner = _best(scores, winners, vocab_size)
-    return winner, _at(winner, winners, _of_chunks(results_ptr, 4, num_chunks, float("-inf"), BLOCK))
+def _level(winner, results_ptr, vocab_size, num_chunks, BLOCK: tl.constexpr):
+    """Return the logit of a row's winner. Only rows with top-p or min-p have it."""
+    logits = _of_chunks(results_ptr, 4, num_chunks, float("-inf"), BLOCK)
+    return tl.max(tl.where(_of_chunks(results_ptr, 3, num_chunks, vocab_size, BLOCK) == winner, logits, float("-inf")))
 
 
 @triton.jit

@@ -90,7 +90,7 @@ class _Card(TorchFunctionMode):
 def pretended_card() -> Iterator[None]:
     """Let this thread take `CARD` for a device, on which a `gpu.worker.Worker` can load a model."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("models.layers", "kernels.elementwise", "kernels.experts"):
+        for module in ("models.layers", "kernels.elementwise", "kernels.experts", "kernels.product"):
             patch.setattr(f"gpu.{module}.on_triton", lambda tensor: False)
         for name in ("gpu.executor.resolve_device", "gpu.worker.use_device"):
             patch.setattr(name, lambda device: str(CARD))

@@ -238,6 +238,8 @@ def test_a_key_that_others_could_read_is_refused_and_one_of_several_starts_wins(
 ) -> None:
     with FORK.Pool(4) as pool:
         keys = set(pool.map(read_key, [tmp_path / "key"] * 16))
+        pool.close()
+        pool.join()  # the end of the block would send SIGTERM, which a fork of this process may ignore
     assert len(keys) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
     (tmp_path / "key").chmod(0o640)

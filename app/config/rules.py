@@ -15,7 +15,7 @@ DEFAULTS_ON_CUDA: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens
 def defaults_of_device(settings: Any) -> dict[str, Any]:
     """Return the defaults that differ on this machine's device, for settings that the user did not set. The default of
     `max_num_seqs` is never above a `max_num_batched_tokens` that the user set."""
-    if settings.device == "cpu" or not cuda_devices() or not has_torch():
+    if settings.device in ("cpu", "simulated") or not cuda_devices() or not has_torch():
         return {}
     chosen = {name: value for name, value in DEFAULTS_ON_CUDA.items() if name not in settings.model_fields_set}
     if "max_num_seqs" in chosen and "max_num_batched_tokens" not in chosen:

@@ -211,12 +211,13 @@ class SteadyRequests:
     def leave(self, request: Request) -> None:
         request.wakes_at = 0
         self.requests.pop(request.request_id, None)
+        if not self.requests:
+            self._wakes.clear()  # without a next plan, it would keep requests that have ended
 
     def clear(self) -> None:
         """Make no request steady any more, because some may get no token in the next plan."""
         for request in list(self.requests.values()):
             self.leave(request)
-        self._wakes.clear()
 
 
 class EndedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -369,8 +369,7 @@ class DataParallelClient:
                 replica.kv_sequence = replica.client.kv_sequence  # events on the way now will be here at the next look
             now = time.monotonic()
             for replica in self.replicas:
-                since = replica.busy_since  # read once: another thread clears it
-                if since is not None and now - since > self._stall_limit:
+                if (since := replica.busy_since) is not None and now - since > self._stall_limit:
                     error = EngineLost(f"the engine has work but made no step for {self._stall_limit:g} s")
                     self._receive(replica, [commands.EngineDied(error)])
             late = [request_id for request_id in self._limits.late(now) if self._limits.drop(request_id)]

@@ -59,6 +59,20 @@ def runtime(name: str) -> str:
     return answer.stdout.strip()
 
 
+def assert_tests_pass(script: str, arguments: Sequence[str], *libraries: str) -> None:
+    """Run a script, which runs tests, in a process that a sanitizer of these libraries watches."""
+    root = Path(__file__).parents[2]
+    watched = {
+        "LD_PRELOAD": " ".join(map(runtime, libraries)),
+        "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter and of torch
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=root, env=os.environ | watched)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[:4000]
+    assert " passed" in done.stdout
+
+
 def build(folder: Path, source: Path, *flags: str) -> Path:
     """The program of one source."""
     return link(folder / f"{source.stem}-built", compile_all(folder, [source], *flags), *flags)

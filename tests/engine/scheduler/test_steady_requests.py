@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ from engine.errors import StepAbandoned
 from engine.messages import EngineCoreRequest, FinishReason
 from engine.plan import SchedulerOutput
 from engine.scheduler import scheduler
+from engine.scheduler.request import Request
 from tests.engine.helpers import make_core, make_request, simulated
 from tests.engine.scheduler.test_scheduler_properties import EVENTS, EngineMachine, _seen
 from tests.engine.stories import explore
@@ -103,3 +105,18 @@ def test_steady_requests_are_planned_and_answered_as_all_others_are(
 def test_steady_requests_get_their_own_tokens_whatever_happens_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MANY", 1)
     explore(EngineMachine, _seen, EVENTS, max_examples=60)
+
+
+def test_nothing_keeps_steady_requests_that_have_ended() -> None:
+    core = make_core(max_num_seqs=24, max_model_len=200, clock=lambda: 0.0)
+    for number in range(20):
+        core.add(make_request([number + 1] * 8, f"steady-{number}", max_tokens=100))
+    for _ in range(6):
+        core.step()
+    assert core.scheduler._table.steady.requests
+    for name in list(core.scheduler.requests):
+        core.finish_request(name, FinishReason.ABORT)
+    while core.has_work:
+        core.step()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Request and each.request_id.startswith("steady-")]

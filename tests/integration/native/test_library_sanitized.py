@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import usable
-from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, needs_library, run, runtime
+from tests.gpu.native_builds import NATIVE, assert_tests_pass, compile_all, compile_library, link, needs_library, run
 
 pytestmark = needs_library
 
@@ -43,20 +40,7 @@ def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_pa
     link(tmp_path / f"{build}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
     with_ranks = compile_all(tmp_path, [NATIVE / "library_ranks.cpp"], *BUILDS[build].options, "-O1", "-g1", *flags)
     assert run(link(tmp_path / "library_ranks", [*objects, *with_ranks], *flags)) == 0
-    tests = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path), *MODEL_TESTS],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')}",
-            "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter and of torch
-        },
-    )
-    assert tests.returncode == 0, tests.stdout[-1000:] + tests.stderr[:4000]
-    assert " passed" in tests.stdout
+    assert_tests_pass(RUN, [str(tmp_path), *MODEL_TESTS], "libasan.so", "libubsan.so")
 
 
 @pytest.mark.storm  # pool and barrier alone are watched in every run: test_pool.py, test_ranks.py

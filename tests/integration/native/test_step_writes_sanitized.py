@@ -3,15 +3,13 @@ undefined behaviour, and races between the event loop and the helper thread."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.native_builds import COMPILER, runtime
+from tests.gpu.native_builds import COMPILER, assert_tests_pass
 
 ROOT = Path(__file__).parents[3]
 # The sanitizer watches a process that runs this script, which loads the sanitizer's build of the extension.
@@ -41,18 +39,5 @@ def test_frames_are_sent_without_races_and_from_memory_that_is_theirs(
     command = [COMPILER, "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", "-pthread", f"-fsanitize={flags}"]
     command += [f"-I{sysconfig.get_path('include')}", str(ROOT / "app/http/csrc/step_writes.cpp"), "-o", str(extension)]
     subprocess.run([*command, "-fno-sanitize-recover=all"], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(extension), str(ROOT / "tests/app/http/test_step_writes.py"), tests],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "LD_PRELOAD": " ".join(map(runtime, libraries)),
-            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own leaks
-            "TSAN_OPTIONS": "halt_on_error=1",
-        },
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[:4000]
-    assert " passed" in done.stdout
+    its_tests = str(ROOT / "tests/app/http/test_step_writes.py")
+    assert_tests_pass(RUN, [str(extension), its_tests, tests], *libraries)
